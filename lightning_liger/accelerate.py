@@ -1,0 +1,181 @@
+"""Apply everything to one module, in place, and be able to take it back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.head.apply import LazyHead, find_heads
+from lightning_liger.padding.attention import PackedAttention
+from lightning_liger.padding.backbones import attention_layers, find_backbones
+from lightning_liger.padding.boundary import PackedBackbone
+from lightning_liger.padding.layout import LayoutBook
+from lightning_liger.padding.probe import packing_verdict
+from lightning_liger.patching import BypassedGenerate, Rebound, Switch, live_binding
+from lightning_liger.report import Report
+from lightning_liger.settings import Settings
+
+_ACCELERATED: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
+
+
+class Accelerated:
+    """What :func:`accelerate` did to one module.
+
+    Attributes:
+        report: what is on, what is off and why, and counters.
+        settings: the options it was done with.
+        book: pairs a batch's CPU tensors with its device tensors, see :class:`LayoutBook`. Optional to feed.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self._module = weakref.ref(module)
+        self.settings = settings
+        self.report = Report()
+        self.book = LayoutBook()
+        self._switch = Switch(True)
+        self._bindings: list[Rebound] = []
+        self._heads: list[nn.Module] = []
+        self._backbones: list[nn.Module] = []
+
+    @property
+    def is_active(self) -> bool:
+        return self._switch.on
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run the original code inside this block."""
+        before = self._switch.on
+        self._switch.on = False
+        try:
+            yield
+        finally:
+            self._switch.on = before
+
+    def revert(self) -> None:
+        """Take everything back: no attribute of the module, of its classes or of a library stays changed."""
+        self._switch.on = False
+        for binding in reversed(self._bindings):
+            binding.unbind()
+        self._bindings.clear()
+        module = self._module()
+        if module is not None and _ACCELERATED.get(module) is self:
+            del _ACCELERATED[module]
+
+    # -- applying ------------------------------------------------------------------------------------------------
+
+    def apply(self, module: nn.Module) -> None:
+        """Bind to what the module holds now; what is bound already stays as it is."""
+        if self.settings.padding_free:
+            self._remove_padding(module)
+        else:
+            self.report.padding.refuse("switched off (padding_free=False)")
+        if self.settings.fused_head:
+            self._fuse_heads(module)
+        else:
+            self.report.head.refuse("switched off (fused_head=False)")
+        for model in module.modules():
+            if callable(getattr(type(model), "generate", None)) and hasattr(
+                type(model), "prepare_inputs_for_generation"
+            ):
+                self._bind(model, BypassedGenerate)
+
+    def _bind(self, module: nn.Module, kind: type[Rebound], *args: Any) -> bool:
+        """Bind once; True if it was new."""
+        if live_binding(module, kind.name, self._switch) is not None:
+            return False
+        binding = kind(module, self._switch, *args)
+        binding.bind()
+        self._bindings.append(binding)
+        return True
+
+    def _remove_padding(self, module: nn.Module) -> None:
+        report = self.report.padding
+        backbones, refused = find_backbones(module)
+        for reason in refused:
+            report.refuse(reason)
+        report.found = max(report.found, len(backbones) + len(refused))
+        for backbone in backbones:
+            if backbone in self._backbones:
+                continue
+            self._backbones.append(backbone)
+            if _is_compiled(backbone):
+                report.refuse(f"{type(backbone).__name__} is compiled with torch.compile")
+                continue
+            verdict = packing_verdict(backbone)
+            if verdict.positions is None:
+                report.refuse(verdict.reason)
+                continue
+            for layer in attention_layers(backbone):
+                self._bind(layer, PackedAttention)
+            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict.positions)
+            report.applied += 1
+            report.detail = f"({', '.join(sorted({type(b).__name__ for b in self._backbones}))})"
+
+    def _fuse_heads(self, module: nn.Module) -> None:
+        report = self.report.head
+        heads, refused = find_heads(module, self.settings.head)
+        for reason in refused:
+            report.refuse(reason)
+        for head in heads:
+            if head in self._heads:
+                continue
+            self._heads.append(head)
+            if _is_compiled(head):
+                report.refuse("the head is compiled with torch.compile")
+                continue
+            backend = _backend(self.settings.head_backend, head)
+            if self._bind(head, LazyHead, report, backend):
+                report.applied += 1
+                report.detail = f"({backend})"
+        report.found = max(report.found, len(self._heads) + len(refused))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _backend(wanted: str, head: nn.Module) -> str:
+    if wanted != "auto":
+        return wanted
+    return "liger" if torch.cuda.is_available() and _has_liger() else "torch"
+
+
+def _has_liger() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerated:
+    """Remove padding and fuse the LM head in every model that ``module`` holds. Changes no class and no library.
+
+    Calling it again on the same module is cheap: it picks up submodules that are new and answers with the same object.
+
+    Args:
+        module: a LightningModule, a transformers model, or any module that holds one.
+        settings: options; other settings than the first call's take the first ones back.
+
+    Returns:
+        The handle with ``report`` and ``revert()``.
+
+    Raises:
+        ValueError: an option that does not fit the module.
+    """
+    known = _ACCELERATED.get(module)
+    if known is not None and settings is not None and settings != known.settings:
+        known.revert()
+        known = None
+    if known is None:
+        known = Accelerated(module, settings or Settings())
+        _ACCELERATED[module] = known
+    try:
+        known.apply(module)
+    except BaseException:
+        known.revert()
+        raise
+    return known

@@ -1,0 +1,178 @@
+"""Lightning's hooks, connected to the pieces; nothing else happens here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.meter import Meter
+from lightning_liger.report import Report
+from lightning_liger.settings import Settings, check_option_names
+from lightning_liger.trees import callback_bases
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Base
+else:
+    _Base = type("_Base", callback_bases(), {})
+
+
+class LigerCallback(_Base):
+    """Accelerates the module that a Trainer runs, and leaves it as it was afterwards.
+
+    Works in ``lightning`` and ``pytorch_lightning`` Trainers, with strategies ``auto``, ``ddp`` and
+    ``ModelParallelStrategy``. Training, validation and testing are accelerated, prediction and ``generate`` are not.
+
+    Args:
+        padding_free: Remove padding at the model's backbone.
+        fused_head: Compute the LM head together with the loss.
+        head: Path of the LM head inside the module, when it is not found by itself.
+        attention: ``"auto"``, ``"varlen"`` or ``"sdpa"``.
+        head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
+        bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
+        verbose: Print the report after the first training step.
+
+    See :class:`lightning_liger.Settings` for the full meaning of each option.
+
+    Raises:
+        TypeError: an option that does not exist. ValueError: a value that does not.
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> LigerCallback:
+        if args:
+            raise TypeError("LigerCallback takes keyword options only, for example LigerCallback(padding_free=True).")
+        if cls is LigerCallback:
+            check_option_names(options)
+        made: LigerCallback = super().__new__(cls)
+        return made
+
+    def __init__(
+        self,
+        *,
+        padding_free: bool = True,
+        fused_head: bool = True,
+        head: str | None = None,
+        attention: str = "auto",
+        head_backend: str = "auto",
+        bf16: bool = True,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(
+            padding_free=padding_free,
+            fused_head=fused_head,
+            head=head,
+            attention=attention,
+            head_backend=head_backend,
+            bf16=bf16,
+            verbose=verbose,
+        )
+        self.report = Report()
+        self._accelerated: Accelerated | None = None
+        self._meter: Meter | None = None
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._reported = False
+
+    # -- before the model is moved and wrapped ---------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._check_precision(trainer)
+        if stage == "predict":
+            return
+        # Models are born in __init__, setup or configure_model; strategy.setup is the first moment when all are there,
+        # and the last before they are wrapped and sharded.
+        strategy = trainer.strategy
+        strategy_setup, batch_to_device = strategy.setup, strategy.batch_to_device
+
+        def setup(trainer: Any) -> None:
+            self._apply(pl_module)
+            strategy_setup(trainer)
+
+        def to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            moved = batch_to_device(batch, *args, **kwargs)
+            if self._accelerated is not None:
+                self._accelerated.book.pair(batch, moved)
+            return moved
+
+        self._wrap(strategy, "setup", setup)
+        self._wrap(strategy, "batch_to_device", to_device)
+
+    def _wrap(self, owner: Any, name: str, replacement: Any) -> None:
+        self._wrapped.append((owner, name, owner.__dict__.get(name)))
+        setattr(owner, name, replacement)
+
+    def _check_precision(self, trainer: Any) -> None:
+        precision = str(getattr(trainer, "precision", "32-true"))
+        if self.settings.bf16 and (precision.startswith("16") or precision.startswith("64")):
+            raise ValueError(
+                f"precision={precision!r} does not fit the bf16 policy that LigerCallback holds (fp32 or bf16 compute, "
+                "no loss scaling). Use Trainer(precision='bf16-mixed'), 'bf16-true' or '32-true', or accept any "
+                "precision with LigerCallback(bf16=False)."
+            )
+
+    def _apply(self, pl_module: Any) -> None:
+        self._accelerated = accelerate(pl_module, self.settings)
+        self.report = self._accelerated.report
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._meter = Meter(self.report.padding)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            # heads that were resized, or models that were made, in a hook of the module after strategy.setup
+            self._apply(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self._reported:
+            self._reported = True
+            self._show()
+        if self._meter is not None and (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
+            metrics = self._meter.read(pl_module.device, trainer.strategy)
+            self.report.metrics.update(metrics)
+            for name, value in metrics.items():
+                bar = not name.endswith("peak_memory_gb")
+                # on the CPU: a number made on the device would wait for it
+                pl_module.log(name, torch.tensor(value), prog_bar=bar, on_step=True, on_epoch=False, batch_size=1)
+
+    @rank_zero_only
+    def _show(self) -> None:
+        if self.settings.verbose:
+            print(self.report.render(), flush=True)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._meter is not None:
+            self._meter.resume()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._revert()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._revert()
+
+    def _revert(self) -> None:
+        for owner, name, before in reversed(self._wrapped):
+            if before is None:
+                owner.__dict__.pop(name, None)
+            else:
+                setattr(owner, name, before)
+        self._wrapped.clear()
+        if self._accelerated is not None:
+            self._accelerated.revert()
+            self._accelerated = None
+        self._meter = None
+        self._reported = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_accelerated=None, _meter=None, _wrapped=[])
+        return state

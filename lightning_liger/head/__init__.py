@@ -1,0 +1,1 @@
+"""The LM head, fused with whatever the user's code asks of its logits."""

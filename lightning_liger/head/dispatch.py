@@ -1,0 +1,86 @@
+"""What happens when a torch function meets a lazy tensor: ask, reshape, consume, or compute the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import lightning_liger.head.losses
+import lightning_liger.head.shapes  # noqa: F401
+from lightning_liger.head.lazy import HANDLERS, LazyRows
+
+T = Tensor
+
+# Answered by the tensor's own shape, dtype and place in the graph; no value is read.
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_mps is_xpu is_sparse "
+    "is_sparse_csr is_quantized is_mkldnn is_nested itemsize nbytes _version output_nr is_vulkan is_mtia"
+)
+_METHODS = (
+    "size dim ndimension numel nelement __len__ stride is_contiguous element_size is_floating_point is_complex "
+    "is_signed is_inference get_device __hash__ is_same_size is_pinned is_shared"
+)
+_QUESTIONS: set[Any] = {getattr(T, name).__get__ for name in _PROPERTIES.split() if hasattr(T, name)}
+_QUESTIONS |= {getattr(T, name) for name in _METHODS.split() if hasattr(T, name)}
+_QUESTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+
+_GRAD: Any = T.grad.__get__  # type: ignore[union-attr]
+
+# The reader wants to see or change what flows through the logits themselves.
+_HOOKS: set[Any] = {T.register_hook, T.retain_grad, T.requires_grad_, _GRAD}
+_HOOKS |= {T.register_post_accumulate_grad_hook}
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = tree_map_only(LazyRows, LazyRows.resolved, (args, kwargs))
+    if func in _QUESTIONS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is T.register_hook and _from_torch_distributed(args, kwargs):
+        # FSDP prepares its backward with a hook on what a module returns: the rows see that moment too
+        return args[0].view_.source.rows.register_hook(*args[1:], **kwargs)
+    if func in _HOOKS and args and isinstance(args[0], LazyRows):
+        return func(args[0].pin(getattr(func, "__name__", "grad")), *args[1:], **kwargs)
+    handler = HANDLERS.get(func)
+    if handler is not None and _all_live(args, kwargs):
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    if _writes(name) and args and isinstance(args[0], LazyRows):
+        lazy = args[0]
+        result = func(lazy.pin(name), *_values(args[1:], name), **_values(kwargs, name))
+        return lazy if result is lazy.held else result
+    return func(*_values(args, name), **_values(kwargs, name))
+
+
+def _values(tree: Any, what: str) -> Any:
+    return tree_map_only(LazyRows, lambda t: t.values_now(what), tree)
+
+
+def _all_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    live = True
+
+    def check(tensor: LazyRows) -> LazyRows:
+        nonlocal live
+        live = live and tensor.is_live()
+        return tensor
+
+    tree_map_only(LazyRows, check, (args, kwargs))
+    return live
+
+
+def _writes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _from_torch_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
+    owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
+    module = getattr(type(owner) if not callable(owner) else owner, "__module__", None) or type(owner).__module__
+    return isinstance(args[0], LazyRows) and str(module).startswith("torch.distributed")

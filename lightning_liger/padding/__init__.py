@@ -1,0 +1,1 @@
+"""Padding removal at the backbone's boundary."""

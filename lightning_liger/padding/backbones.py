@@ -1,0 +1,66 @@
+"""Which submodules are text backbones, and which of those have padding that can be removed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn as nn
+
+from lightning_liger.padding.attention import uses_attention_interface
+
+
+def find_backbones(module: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    """The innermost transformers models of ``module`` that embed tokens, and why others were passed over.
+
+    A vision tower, a projector and a language model are all ``PreTrainedModel``; only those whose forward takes
+    ``input_ids`` and an ``attention_mask`` hold text.
+    """
+    if "PreTrainedModel" not in {k.__name__ for m in module.modules() for k in type(m).__mro__}:
+        return [], []
+    from transformers import PreTrainedModel
+
+    inside_encoder_decoder: set[nn.Module] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel) and getattr(model.config, "is_encoder_decoder", False):
+            inside_encoder_decoder.update(model.modules())
+    found: list[nn.Module] = []
+    refused: list[str] = []
+    for model in module.modules():
+        if not isinstance(model, PreTrainedModel) or not _takes_tokens(model) or not _embeds_tokens(model):
+            continue
+        if any(m is not model and isinstance(m, PreTrainedModel) and _has_layers(m) for m in model.modules()):
+            continue  # the layers belong to an inner model
+        name = type(model).__name__
+        if model in inside_encoder_decoder:
+            reason = f"{name}: encoder-decoder models keep their padding"
+        elif "labels" in inspect.signature(type(model).forward).parameters:
+            reason = f"{name}: the model has no backbone apart from its head"
+        elif not any(uses_attention_interface(m) for m in model.modules()):
+            reason = f"{name}: its attention is not looked up in the transformers interface"
+        else:
+            found.append(model)
+            continue
+        if reason not in refused:
+            refused.append(reason)
+    return found, refused
+
+
+def attention_layers(backbone: nn.Module) -> list[nn.Module]:
+    return [m for m in backbone.modules() if uses_attention_interface(m)]
+
+
+def _has_layers(model: nn.Module) -> bool:
+    return _takes_tokens(model) and any(isinstance(m, nn.ModuleList) for m in model.modules())
+
+
+def _takes_tokens(model: nn.Module) -> bool:
+    names = inspect.signature(type(model).forward).parameters
+    return ("input_ids" in names or "inputs_embeds" in names) and "attention_mask" in names
+
+
+def _embeds_tokens(model: Any) -> bool:
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (NotImplementedError, AttributeError):
+        return False

@@ -1,0 +1,162 @@
+"""Where the real tokens of a padded batch are.
+
+A :class:`Layout` is made on the CPU, from the attention mask as the DataLoader produced it. :class:`LayoutBook` keeps
+it beside the batch while Lightning moves the batch to the device, so that the model call finds it by the identity of
+its mask and nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+class NotPackable(Exception):
+    """This mask does not describe one run of real tokens per row; the text says why."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The real tokens of a ``(B, S)`` batch, row by row, as one packed ``(1, T)`` sequence.
+
+    Attributes:
+        shape: ``(B, S)`` of the padded batch.
+        lengths: real tokens of each row; sums to ``T``.
+        gather: ``(T,)`` int64, CPU: position of each real token in the flattened ``B * S`` batch.
+        index: ``(B, S)`` int64, CPU: packed row of each position, -1 where it is padding.
+        restart: ``(T,)`` int64, CPU: position of each token counted from its document's first real token.
+    """
+
+    shape: tuple[int, int]
+    lengths: tuple[int, ...]
+    gather: Tensor
+    index: Tensor
+    restart: Tensor
+    _placed: dict[torch.device, Placed] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def from_mask(mask: Tensor) -> Layout:
+        """Read a ``(B, S)`` mask of any numeric or bool dtype whose values are 0 (padding) and 1 (real).
+
+        Raises:
+            NotPackable: values other than 0 and 1, or rows whose real tokens are not one contiguous run.
+            ValueError: a row without a single real token.
+        """
+        mask = mask.detach().to("cpu")
+        real = mask != 0
+        if mask.dtype != torch.bool and not torch.equal(real.to(mask.dtype), mask):
+            raise NotPackable("the attention mask holds values other than 0 and 1")
+        lengths = real.sum(1)
+        if (empty := (lengths == 0).nonzero()).numel():
+            rows = ", ".join(str(int(r)) for r in empty[:5, 0])
+            raise ValueError(
+                f"attention_mask marks every position of row {rows} as padding: an empty document cannot be trained "
+                "on. Drop such samples in the dataset or collate function, or set padding_free=False to let the model "
+                "see them as they are."
+            )
+        first = real.to(torch.uint8).argmax(1)
+        columns = torch.arange(mask.shape[1])
+        run = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
+        if not torch.equal(run, real):
+            raise NotPackable("the attention mask has gaps between real tokens")
+        gather = real.reshape(-1).nonzero()[:, 0]
+        index = torch.full((mask.numel(),), -1, dtype=torch.int64)
+        index[gather] = torch.arange(gather.numel())
+        restart = (columns - first[:, None])[real]
+        return Layout(
+            shape=(mask.shape[0], mask.shape[1]),
+            lengths=tuple(int(n) for n in lengths.tolist()),
+            gather=gather,
+            index=index.view(mask.shape),
+            restart=restart,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def has_padding(self) -> bool:
+        return self.tokens < self.shape[0] * self.shape[1]
+
+    def on(self, device: torch.device) -> Placed:
+        """This layout's tensors on ``device``, copied once and without waiting for the device."""
+        if device not in self._placed:
+            ends = torch.tensor((0, *self.lengths)).cumsum(0).to(torch.int32)
+            cpu = (self.gather, self.index, self.restart, ends)
+            if device.type == "cuda":
+                cpu = tuple(t.pin_memory() for t in cpu)  # type: ignore[assignment]
+            moved = [t.to(device, non_blocking=True) for t in cpu]
+            self._placed[device] = Placed(*moved)
+        return self._placed[device]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The tensors of a :class:`Layout` on one device; ``cu_seqlens`` is ``(B + 1,)`` int32."""
+
+    gather: Tensor
+    index: Tensor
+    restart: Tensor
+    cu_seqlens: Tensor
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class LayoutBook:
+    """Remembers, for the batch in flight, which CPU tensor each of its device tensors was copied from."""
+
+    def __init__(self) -> None:
+        self._origin: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._layouts: dict[int, Layout] = {}
+        self.device_reads = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayoutBook:
+        return LayoutBook()
+
+    def __reduce__(self) -> tuple[type[LayoutBook], tuple[()]]:
+        return LayoutBook, ()
+
+    def pair(self, before: Any, after: Any) -> None:
+        """Note the tensors of a batch before and after its transfer. Forgets the previous batch."""
+        self._origin.clear()
+        self._layouts.clear()
+        sources, moved = tree_leaves(before), tree_leaves(after)
+        if len(sources) != len(moved):
+            return
+        for source, target in zip(sources, moved, strict=True):
+            if not (isinstance(source, Tensor) and isinstance(target, Tensor)):
+                continue
+            if source.device.type == "cpu" and source.dim() == 2 and source.shape == target.shape:
+                self._origin[id(target)] = (weakref.ref(target), _version(target), source)
+
+    def origin(self, tensor: Tensor) -> Tensor | None:
+        """The CPU tensor that ``tensor`` was copied from, if it is unchanged since."""
+        entry = self._origin.get(id(tensor))
+        if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
+            return tensor if tensor.device.type == "cpu" else None
+        return entry[2]
+
+    def layout(self, mask: Tensor) -> Layout:
+        """The layout of ``mask``, from the CPU where possible, else read back from the device (counted).
+
+        Raises:
+            NotPackable, ValueError: as :meth:`Layout.from_mask`.
+        """
+        source = self.origin(mask)
+        if source is None:
+            self.device_reads += 1
+            return Layout.from_mask(mask)
+        if source is mask:
+            return Layout.from_mask(mask)
+        key = id(source)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.from_mask(source)
+        return self._layouts[key]

@@ -1,0 +1,122 @@
+"""Rebinding a method on one module instance, and taking it back.
+
+A rebound method lives in the instance's ``__dict__``; classes, modelling modules and other instances never change.
+The binding object follows copies of the module: a deep copy shares the original's switch (so ``revert()`` silences it
+too), an unpickled one comes back switched off.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.nn as nn
+
+_BYPASS: ContextVar[str | None] = ContextVar("lightning_liger_bypass", default=None)
+
+
+@contextmanager
+def bypass(reason: str) -> Iterator[None]:
+    """Inside this context every rebound method runs the original code."""
+    token = _BYPASS.set(reason)
+    try:
+        yield
+    finally:
+        _BYPASS.reset(token)
+
+
+def bypass_reason() -> str | None:
+    """Why rebound methods stand aside at this moment, or None."""
+    return _BYPASS.get()
+
+
+class Switch:
+    """One on/off flag, shared by all that was applied in one go and by every deep copy of it."""
+
+    def __init__(self, on: bool = False) -> None:
+        self.on = on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return self
+
+    def __reduce__(self) -> tuple[type[Switch], tuple[bool]]:
+        return Switch, (False,)
+
+
+class Rebound:
+    """A replacement for ``module.<name>``; calls the original whenever its switch is off.
+
+    Subclasses implement :meth:`call`. ``self.original`` is the bound method that was found.
+    """
+
+    name = "forward"
+
+    def __init__(self, module: Any, switch: Switch) -> None:
+        # Any: transformers and torch modules carry attributes that nn.Module's type does not know
+        self.module: Any = module
+        self.switch = switch
+        self.previous: Callable[..., Any] | None = module.__dict__.get(self.name)
+        method = getattr(type(module), self.name)
+        self.__name__ = getattr(method, "__name__", self.name)
+        self.__doc__ = getattr(method, "__doc__", None)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        if self.previous is not None:
+            return self.previous
+        return getattr(type(self.module), self.name).__get__(self.module)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.switch.on or _BYPASS.get() is not None:
+            return self.original(*args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def bind(self) -> None:
+        self.module.__dict__[self.name] = self
+
+    def unbind(self) -> None:
+        """Put back what was there. If somebody rebound the method over ours, ours stays below theirs, switched off."""
+        if self.module.__dict__.get(self.name) is not self:
+            return
+        if self.previous is None:
+            del self.module.__dict__[self.name]
+        else:
+            self.module.__dict__[self.name] = self.previous
+
+
+def live_binding(module: nn.Module, name: str, switch: Switch) -> Rebound | None:
+    """The binding of ``switch`` on ``module.<name>``, or None.
+
+    A binding that a copy brought along from another ``accelerate`` call is dropped here, so that it is not wrapped
+    a second time.
+    """
+    found = module.__dict__.get(name)
+    while isinstance(found, Rebound) and (found.module is not module or not found.switch.on):
+        found.module = module
+        found.unbind()
+        found = module.__dict__.get(name)
+    while isinstance(found, Rebound):
+        if found.switch is switch:
+            return found
+        found = found.previous
+    return None
+
+
+class BypassedGenerate(Rebound):
+    """``generate`` on the original code: its loop reads single rows and manages a KV cache."""
+
+    name = "generate"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        with bypass("generate"):
+            return self.original(*args, **kwargs)

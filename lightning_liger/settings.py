@@ -1,0 +1,75 @@
+"""Every option, its default and its meaning, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+_ATTENTION = ("auto", "varlen", "sdpa")
+_HEAD_BACKENDS = ("auto", "torch", "liger")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`lightning_liger.accelerate` and :class:`lightning_liger.LigerCallback` do.
+
+    Args:
+        padding_free: Remove padding at the model's backbone: the decoder stack sees ``(1, T)`` real tokens, the user's
+            code keeps seeing ``(B, S)``. Only where a probe shows that the result is the same.
+        fused_head: Compute the LM head together with the loss, in chunks and only for the rows whose label counts, so
+            that the ``(B, S, V)`` logits are never stored. Any other use of the logits computes them as usual.
+        head: Path of the LM head inside the module (``"model.lm_head"``) when it is not found by itself; an
+            ``nn.Linear`` whose output rows are vocabulary entries.
+        attention: How packed documents attend. ``"varlen"``: ``torch.nn.attention.varlen`` (CUDA, fp16/bf16);
+            ``"sdpa"``: the model's own attention, once per document; ``"auto"``: the first that can do it.
+        head_backend: ``"torch"``: chunked PyTorch, any device; ``"liger"``: Liger's fused kernels, CUDA; ``"auto"``
+            picks by device.
+        bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
+            fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
+        verbose: Print the report after the first training step.
+
+    Raises:
+        ValueError: for a value outside of what is listed here.
+    """
+
+    padding_free: bool = True
+    fused_head: bool = True
+    head: str | None = None
+    attention: str = "auto"
+    head_backend: str = "auto"
+    bf16: bool = True
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("padding_free", "fused_head", "bf16", "verbose"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: expected True or False.")
+        _one_of("attention", self.attention, _ATTENTION)
+        _one_of("head_backend", self.head_backend, _HEAD_BACKENDS)
+        if self.head is not None and (not isinstance(self.head, str) or not self.head):
+            raise ValueError(
+                f"head={self.head!r}: expected the path of an nn.Linear inside the module, such as 'model.lm_head'."
+            )
+        if self.head is not None and not self.fused_head:
+            raise ValueError("head=... names a head to fuse, but fused_head=False. Drop one of the two.")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
+
+
+def check_option_names(given: dict[str, Any]) -> None:
+    """Raise one clear error for option names that do not exist.
+
+    Raises:
+        TypeError: naming the unknown option, the nearest known one and all that are valid.
+    """
+    valid = [f.name for f in fields(Settings)]
+    for name in given:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"Unknown option {name!r}.{hint} Valid options: {', '.join(valid)}.")
