@@ -1,0 +1,154 @@
+"""Fine-tune a causal language model twice, plain and accelerated, and show what one callback changed.
+
+Without options: a small model on question and answer pairs from Python's own documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from comparison import Comparison, loss_table, save_json, summary
+from docstrings import write_docstring_pairs
+from picture import save_picture
+from sft_data import ACCEPTED, DataError, Pair, read_pairs, train_tokenizer
+from side_by_side import Outcome, Settings, VariantFailed, quiet, train_side_by_side
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"In --data FILE, {ACCEPTED}"
+    )
+    add = parser.add_argument
+    add("--data", metavar="FILE.jsonl", help="rows to train on (default: the standard library's docstrings)")
+    add("--model", metavar="PATH", help="local checkpoint directory or .gguf file (default: a small random Qwen2)")
+    add("--max-steps", type=int, default=30, help="optimizer steps of each variant (default: %(default)s)")
+    add("--batch-size", type=int, default=16, help="rows in a batch (default: %(default)s)")
+    add("--max-length", type=int, default=512, help="longer rows are cut to this many tokens (default: %(default)s)")
+    add("--lr", type=float, default=3e-4, help="learning rate of AdamW (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and order (default: %(default)s)")
+    add("--accelerator", default="auto", help="Lightning's accelerator: cpu, cuda, auto, ... (default: %(default)s)")
+    add("--precision", default="32-true", help="Lightning's precision (default: %(default)s)")
+    add("--output", metavar="DIR", default="demo_output", help="where results are written (default: %(default)s)")
+    add("--steps-per-turn", type=int, default=5, help="steps before the other variant's turn (default: %(default)s)")
+    small = parser.add_argument_group("the small model that is made when no --model is given")
+    small.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    small.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64 (default: %(default)s)")
+    small.add_argument("--vocab-size", type=int, default=8192, help="(default: %(default)s)")
+    args = parser.parse_args(argv)
+    for name in ("batch_size", "steps_per_turn", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.max_steps < 2:
+        parser.error("--max-steps must be at least 2: the first turn is warm-up, and one is needed to measure")
+    if args.max_length < 2:
+        parser.error("--max-length must be at least 2: the loss needs a token and the one after it")
+    if args.hidden_size < 64 or args.hidden_size % 64:
+        parser.error("--hidden-size must be a multiple of 64, the size of an attention head")
+    if args.vocab_size < 512:
+        parser.error("--vocab-size must be at least 512: the first 258 entries are the bytes and two marks")
+    if args.model is not None and not Path(args.model).exists():
+        parser.error(f"--model {args.model}: no such directory or file; give a local checkpoint or a .gguf file")
+    return args
+
+
+def make_small_model(args: argparse.Namespace, pairs: list[Pair], directory: Path) -> str:
+    """A tokenizer for these texts and random weights, saved like any checkpoint. Returns what it is."""
+    tokenizer = train_tokenizer((text for pair in pairs for text in pair), args.vocab_size)
+    tokenizer.save_pretrained(directory)
+    heads = args.hidden_size // 64
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=max(2048, args.max_length),
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(args.seed)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    return f"Qwen2 architecture, {model.num_parameters() / 1e6:.1f} M parameters, random weights, seed {args.seed}"
+
+
+def show_turns(outcomes: dict[str, Outcome], settings: Settings) -> None:
+    plain, fast = outcomes["plain"], outcomes["accelerated"]
+    last = len(plain.losses)
+    steps = f"{last - len(plain.turns[-1].losses) + 1}-{last}"
+    warm_up = "   (warm-up, not measured)" if len(plain.turns) == 1 else ""
+    times = f"plain {plain.turns[-1].seconds:6.2f} s   accelerated {fast.turns[-1].seconds:6.2f} s"
+    print(f"  steps {steps:>7}   {times}{warm_up}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    quiet()
+    started = time.perf_counter()
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        if args.data is None:
+            data = output / "docstrings.jsonl"
+            write_docstring_pairs(data)
+            source = f"Python {platform.python_version()}'s own docstrings"
+        else:
+            data, source = Path(args.data), args.data
+        pairs = read_pairs(data)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.model is None:
+        model = str(output / "model")
+        description = make_small_model(args, pairs, output / "model")
+    else:
+        model = description = args.model
+    settings = Settings(
+        data=str(data),
+        model=model,
+        batch_size=args.batch_size,
+        max_length=args.max_length,
+        max_steps=args.max_steps,
+        steps_per_turn=min(args.steps_per_turn, args.max_steps // 2),
+        lr=args.lr,
+        seed=args.seed,
+        accelerator=args.accelerator,
+        precision=args.precision,
+    )
+    print("The same LightningModule, trained twice: as it is, and with `callbacks=[LigerCallback()]`.\n")
+    print(f"  data    {len(pairs):,} rows from {source}")
+    print(f"  model   {description}")
+    print(f"  batch   {args.batch_size} shuffled rows, padded to the longest, at most {args.max_length} tokens each")
+    print(f"  run     {args.max_steps} steps each, in turns; {args.precision}; torch {torch.__version__}\n", flush=True)
+    try:
+        outcomes = train_side_by_side(settings, lambda outcomes: show_turns(outcomes, settings))
+    except VariantFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    comparison = Comparison(settings, outcomes["plain"], outcomes["accelerated"])
+    save_json(comparison, output / "result.json")
+    print("\n" + loss_table(comparison))
+    print(summary(comparison))
+    picture = output / "comparison.png"
+    try:
+        save_picture(comparison, picture)
+        print(f"Picture: {picture}   numbers: {output / 'result.json'}   {time.perf_counter() - started:.0f} s in all")
+    except ImportError:
+        print(f"Numbers: {output / 'result.json'} (install matplotlib for a picture)")
+    problems = comparison.problems()
+    for problem in problems:
+        print(f"FAILED: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
