@@ -1,0 +1,182 @@
+"""Training steps of a plain and an accelerated Trainer on one GPU, alternating, at the shapes of Qwen2.5.
+
+    python tests/bench/finetune_step.py --data train.jsonl [--size 0.5b 7b] [--batch-size 32]
+
+Models are randomly initialised from their real configurations. Rows are ``question``/``answer`` texts; a token is a
+word or a punctuation mark, hashed into the vocabulary, and the question's labels are ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerCallback
+
+SIZES = {
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+class Module(L.LightningModule):
+    """An ordinary module: it passes labels and takes the loss."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__()
+        self.size = size
+        self.losses: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        from transformers import AutoModelForCausalLM, Qwen2Config
+
+        torch.manual_seed(0)
+        config = Qwen2Config(**SIZES[self.size], max_position_embeddings=32768, rope_theta=1e6, use_cache=False)
+        self.model = AutoModelForCausalLM.from_config(config)
+        self.model.train()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
+
+
+class Clock(L.Callback):
+    """Wall time of each step, the device waited for at its end."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        torch.cuda.synchronize()
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def load(path: Path, limit: int) -> list[tuple[list[int], list[int]]]:
+    def ids(text: str) -> list[int]:
+        return [1 + zlib.crc32(w.encode()) % 150000 for w in re.findall(r"\w+|[^\w\s]", text)]
+
+    rows = [json.loads(line) for line in path.open()][:limit]
+    return [(ids(r["question"]), ids(r["answer"])) for r in rows]
+
+
+def collate(rows: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+    width = max(len(q) + len(a) for q, a in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, (question, answer) in enumerate(rows):
+        n = len(question) + len(answer)
+        ids[i, :n] = torch.tensor(question + answer)
+        mask[i, :n] = 1
+        labels[i, len(question) : n] = torch.tensor(answer)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def run(args: argparse.Namespace, size: str, callbacks: list[L.Callback], data: Any) -> dict[str, Any]:
+    clock = Clock()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    module = Module(size)
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision=args.precision,
+        max_steps=args.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, clock],
+    )
+    loader = DataLoader(data, args.batch_size, collate_fn=collate, shuffle=False)
+    try:
+        trainer.fit(module, loader)
+    except torch.cuda.OutOfMemoryError:
+        return {"oom": True}
+    tokens = [int(b["attention_mask"].sum()) for b, _ in zip(loader, range(args.steps), strict=False)]
+    measured = slice(args.warmup, None)
+    return {
+        "tokens_per_second": sum(tokens[measured]) / sum(clock.seconds[measured]),
+        "median_ms": 1000 * statistics.median(clock.seconds[measured]),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "losses": [float(x) for x in module.losses],
+        "tokens": sum(tokens) / len(tokens),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--size", nargs="+", default=["0.5b"], choices=SIZES)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--precision", default="bf16-true")
+    parser.add_argument("--backend", nargs="+", default=["torch", "liger"])
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    data = load(args.data, args.batch_size * args.steps)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.precision}, {args.batch_size} sequences")
+    for size in args.size:
+        variants: dict[str, Any] = {"plain": lambda: []}
+        for backend in args.backend:
+            variants[f"accelerated ({backend})"] = lambda b=backend: [LigerCallback(head_backend=b, verbose=False)]
+        results: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+        for _ in range(args.rounds):
+            for name, callbacks in variants.items():
+                results[name].append(run(args, size, callbacks(), data))
+        print(f"{'size':>5} {'variant':<22} {'tok/s':>9} {'median ms':>10} {'peak GB':>8}  first and last loss")
+        for name, rounds in results.items():
+            if any("oom" in r for r in rounds):
+                print(f"{size:>5} {name:<22} out of memory")
+                continue
+            best = sorted(rounds, key=lambda r: r["tokens_per_second"])[len(rounds) // 2]
+            losses = best["losses"]
+            print(
+                f"{size:>5} {name:<22} {best['tokens_per_second']:>9,.0f} {best['median_ms']:>10.1f} "
+                f"{best['peak_gb']:>8.1f}  {losses[0]:.4f} {losses[-1]:.4f}  ({best['tokens']:.0f} tokens a step)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
