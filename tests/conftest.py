@@ -1,0 +1,22 @@
+"""Shared by all tests: quiet Trainers, and an end to what one test could leave behind for the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def quiet_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def one_default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    assert torch.get_default_dtype() == before
