@@ -28,7 +28,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", metavar="FILE.jsonl", help="rows to train on (default: the standard library's docstrings)")
     add("--model", metavar="PATH", help="local checkpoint directory or .gguf file (default: a small random Qwen2)")
-    add("--max-steps", type=int, default=30, help="optimizer steps of each variant (default: %(default)s)")
+    add("--max-steps", type=int, default=24, help="optimizer steps of each variant (default: %(default)s)")
     add("--batch-size", type=int, default=16, help="rows in a batch (default: %(default)s)")
     add("--max-length", type=int, default=512, help="longer rows are cut to this many tokens (default: %(default)s)")
     add("--lr", type=float, default=3e-4, help="learning rate of AdamW (default: %(default)s)")
@@ -36,7 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--accelerator", default="auto", help="Lightning's accelerator: cpu, cuda, auto, ... (default: %(default)s)")
     add("--precision", default="32-true", help="Lightning's precision (default: %(default)s)")
     add("--output", metavar="DIR", default="demo_output", help="where results are written (default: %(default)s)")
-    add("--steps-per-turn", type=int, default=5, help="steps before the other variant's turn (default: %(default)s)")
+    add("--steps-per-turn", type=int, default=4, help="steps before the other variant's turn (default: %(default)s)")
     small = parser.add_argument_group("the small model that is made when no --model is given")
     small.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
     small.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64 (default: %(default)s)")
@@ -87,6 +87,8 @@ def show_turns(outcomes: dict[str, Outcome], settings: Settings) -> None:
     steps = f"{last - len(plain.turns[-1].losses) + 1}-{last}"
     warm_up = "   (warm-up, not measured)" if len(plain.turns) == 1 else ""
     times = f"plain {plain.turns[-1].seconds:6.2f} s   accelerated {fast.turns[-1].seconds:6.2f} s"
+    if len(plain.turns) == 1:
+        print()  # the callback's report has just been printed
     print(f"  steps {steps:>7}   {times}{warm_up}", flush=True)
 
 
