@@ -14,12 +14,14 @@ from lightning_liger.head.apply import LazyHead, find_heads
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers, find_backbones
 from lightning_liger.padding.boundary import PackedBackbone
+from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
-from lightning_liger.padding.probe import packing_verdict
+from lightning_liger.padding.probe import Verdict, packing_verdict
 from lightning_liger.patching import BypassedGenerate, Rebound, Switch, live_binding
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
 
+_PADDING_OFF = "switched off (padding_free=False)"
 _ACCELERATED: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
 
 
@@ -70,10 +72,7 @@ class Accelerated:
 
     def apply(self, module: nn.Module) -> None:
         """Bind to what the module holds now; what is bound already stays as it is."""
-        if self.settings.padding_free:
-            self._remove_padding(module)
-        else:
-            self.report.padding.refuse("switched off (padding_free=False)")
+        self._remove_padding(module)
         if self.settings.fused_head:
             self._fuse_heads(module)
         else:
@@ -96,9 +95,12 @@ class Accelerated:
     def _remove_padding(self, module: nn.Module) -> None:
         report = self.report.padding
         backbones, refused = find_backbones(module)
+        if self.settings.padding_free:
+            report.found = max(report.found, len(backbones) + len(refused))
+        else:
+            refused = [_PADDING_OFF]
         for reason in refused:
             report.refuse(reason)
-        report.found = max(report.found, len(backbones) + len(refused))
         for backbone in backbones:
             if backbone in self._backbones:
                 continue
@@ -106,15 +108,16 @@ class Accelerated:
             if _is_compiled(backbone):
                 report.refuse(f"{type(backbone).__name__} is compiled with torch.compile")
                 continue
-            verdict = packing_verdict(backbone)
+            verdict = packing_verdict(backbone) if self.settings.padding_free else Verdict(None, _PADDING_OFF)
             if verdict.positions is None:
                 report.refuse(verdict.reason)
+                self._bind(backbone, CountedBackbone, self.book, report)
                 continue
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
             self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict.positions)
             report.applied += 1
-            report.detail = f"({', '.join(sorted({type(b).__name__ for b in self._backbones}))})"
+            report.name(type(backbone).__name__)
 
     def _fuse_heads(self, module: nn.Module) -> None:
         report = self.report.head
@@ -131,7 +134,7 @@ class Accelerated:
             backend = _backend(self.settings.head_backend, head)
             if self._bind(head, LazyHead, report, backend):
                 report.applied += 1
-                report.detail = f"({backend})"
+                report.name(backend)
         report.found = max(report.found, len(self._heads) + len(refused))
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.meter import Meter
-from lightning_liger.report import Report
+from lightning_liger.report import Report, printable
 from lightning_liger.settings import Settings, check_option_names
 from lightning_liger.trees import callback_bases
 
@@ -73,14 +74,15 @@ class LigerCallback(_Base):
         self._accelerated: Accelerated | None = None
         self._meter: Meter | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
-        self._reported = False
+        self._first_batch = True
+        self._logged = False
 
     # -- before the model is moved and wrapped ---------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._check_precision(trainer)
         if stage == "predict":
             return
+        self._check_precision(trainer)
         # Models are born in __init__, setup or configure_model; strategy.setup is the first moment when all are there,
         # and the last before they are wrapped and sharded.
         strategy = trainer.strategy
@@ -119,29 +121,46 @@ class LigerCallback(_Base):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.report.begin_training()
         self._meter = Meter(self.report.padding)
+        self._first_batch = True
+        self._logged = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
+        if self._first_batch or batch_idx == 0:
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
             self._apply(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self._reported:
-            self._reported = True
-            self._show()
-        if self._meter is not None and (batch_idx + 1) % max(1, trainer.log_every_n_steps) == 0:
+        if self._first_batch:
+            self._first_batch = False
+            self._show(trainer)
+        if self._meter is not None and _loggers_listen(trainer):
             metrics = self._meter.read(pl_module.device, trainer.strategy)
             self.report.metrics.update(metrics)
+            self._logged = True
+            if trainer.barebones:
+                return  # it logs nothing, and says so at every call
             for name, value in metrics.items():
                 bar = not name.endswith("peak_memory_gb")
                 # on the CPU: a number made on the device would wait for it
                 pl_module.log(name, torch.tensor(value), prog_bar=bar, on_step=True, on_epoch=False, batch_size=1)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._meter is None:
+            return
+        metrics = self._meter.overall(pl_module.device, trainer.strategy)
+        self.report.metrics.update(metrics)
+        if not self._logged and not trainer.fast_dev_run:
+            # a training shorter than log_every_n_steps would leave no trace of it
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
     @rank_zero_only
-    def _show(self) -> None:
+    def _show(self, trainer: Any) -> None:
         if self.settings.verbose:
-            print(self.report.render(), flush=True)
+            # print() would cut a progress bar in two
+            tqdm.write(printable(self.report.render()))
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._meter is not None:
@@ -170,9 +189,19 @@ class LigerCallback(_Base):
             self._accelerated.revert()
             self._accelerated = None
         self._meter = None
-        self._reported = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.update(_accelerated=None, _meter=None, _wrapped=[])
         return state
+
+
+def _loggers_listen(trainer: Any) -> bool:
+    """Whether Lightning hands this batch's metrics to the loggers: the last micro-batch of every n-th step.
+
+    What is logged in any other batch is dropped. Batches that stepped are counted over epochs, so that an epoch
+    shorter than ``log_every_n_steps`` is no reason for silence.
+    """
+    every = trainer.log_every_n_steps
+    loop = trainer.fit_loop.epoch_loop
+    return every > 0 and (loop._batches_that_stepped + 1) % every == 0 and not loop._should_accumulate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,61 +17,69 @@ PREFIX = "liger/"
 class Meter:
     """Counts what the backbones saw between two readings.
 
-    A reading is taken every ``log_every_n_steps`` batches. Ranks add their own tokens; the window is the slowest
+    A reading is taken every ``log_every_n_steps`` steps. Ranks add their own tokens; the window is the slowest
     rank's, so that the sum is what the job really did.
     """
 
     def __init__(self, padding: PaddingReport) -> None:
         self._padding = padding
-        self._started = time.perf_counter()
-        self._tokens = 0
-        self._positions = 0
-        self._paused = 0.0
-        self._pause_began: float | None = None
-        self.restart()
+        self._sum_seconds = self._sum_tokens = self._sum_positions = 0.0
+        self._restart()
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Begin a new window now."""
         self._started = time.perf_counter()
         self._tokens = self._padding.tokens
         self._positions = self._padding.positions
-        self._paused = 0.0
-        self._pause_began = None
+        self._paused: tuple[float, int, int] | None = None
 
     def pause(self) -> None:
         """Evaluation begins: neither its time nor its tokens count."""
-        if self._pause_began is None:
-            self._pause_began = time.perf_counter()
-            self._paused_tokens = self._padding.tokens
-            self._paused_positions = self._padding.positions
+        if self._paused is None:
+            self._paused = time.perf_counter(), self._padding.tokens, self._padding.positions
 
     def resume(self) -> None:
-        if self._pause_began is not None:
-            self._paused += time.perf_counter() - self._pause_began
-            self._tokens += self._padding.tokens - self._paused_tokens
-            self._positions += self._padding.positions - self._paused_positions
-            self._pause_began = None
+        if self._paused is not None:
+            began, tokens, positions = self._paused
+            self._started += time.perf_counter() - began
+            self._tokens += self._padding.tokens - tokens
+            self._positions += self._padding.positions - positions
+            self._paused = None
 
     def read(self, device: torch.device, strategy: Any) -> dict[str, float]:
-        """The metrics of the window that ends now, over all ranks, and a new window."""
-        seconds = time.perf_counter() - self._started - self._paused
+        """The metrics of the window that ends now, over all ranks, and a new window. A collective."""
+        seconds = time.perf_counter() - self._started
         tokens = float(self._padding.tokens - self._tokens)
         positions = float(self._padding.positions - self._positions)
-        peak = peak_memory_gb(device)
+        self._peak = peak_memory_gb(device)
         if strategy.world_size > 1:
-            tokens, positions = _over_ranks(strategy, device, (tokens, positions), "sum")
-            seconds, peak = _over_ranks(strategy, device, (seconds, peak), "max")
-        self.restart()
-        if not positions or seconds <= 0:
-            return {}
-        return {
-            f"{PREFIX}tokens_per_second": tokens / seconds,
-            f"{PREFIX}padding_fraction": 1 - tokens / positions,
-            f"{PREFIX}peak_memory_gb": peak,
-        }
+            tokens, positions = _over_ranks(device, (tokens, positions), "sum")
+            seconds, self._peak = _over_ranks(device, (seconds, self._peak), "max")
+        self._restart()
+        if positions:
+            self._sum_seconds += seconds
+            self._sum_tokens += tokens
+            self._sum_positions += positions
+        return _metrics(seconds, tokens, positions, self._peak)
+
+    def overall(self, device: torch.device, strategy: Any) -> dict[str, float]:
+        """The metrics of all windows together, the one that ends now included. A collective."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # once per training: steps that are only queued have not been done
+        self.read(device, strategy)
+        return _metrics(self._sum_seconds, self._sum_tokens, self._sum_positions, self._peak)
 
 
-def _over_ranks(strategy: Any, device: torch.device, values: Sequence[float], how: str) -> list[float]:
+def _metrics(seconds: float, tokens: float, positions: float, peak: float) -> dict[str, float]:
+    """Rates are left out where no backbone was seen: a module without one has no tokens that we know of."""
+    metrics = {f"{PREFIX}peak_memory_gb": peak}
+    if positions and seconds > 0:
+        metrics[f"{PREFIX}tokens_per_second"] = tokens / seconds
+        metrics[f"{PREFIX}padding_fraction"] = 1 - tokens / positions
+    return metrics
+
+
+def _over_ranks(device: torch.device, values: Sequence[float], how: str) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
     operation = torch.distributed.ReduceOp.SUM if how == "sum" else torch.distributed.ReduceOp.MAX
     torch.distributed.all_reduce(tensor, op=operation)
@@ -86,6 +95,4 @@ def peak_memory_gb(device: torch.device) -> float:
     except ImportError:  # Windows has no getrusage
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    import sys
-
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9

@@ -2,11 +2,13 @@
 
 A rebound method lives in the instance's ``__dict__``; classes, modelling modules and other instances never change.
 The binding object follows copies of the module: a deep copy shares the original's switch (so ``revert()`` silences it
-too), an unpickled one comes back switched off.
+too), a pickled one holds the original method and needs nothing of this package to be loaded.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +77,17 @@ class Rebound:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rebound:
+        made = memo[id(self)] = object.__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.previous is not None:
+            return functools.partial, (self.previous,)
+        # the unpickled module has no attributes yet when this is asked of it, so that its class answers
+        return getattr, (self.module, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.switch.on or _BYPASS.get() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import traceback
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
+
+
+NO_PADDING = "the batch has no padding"
 
 
 @dataclass
@@ -21,6 +25,11 @@ class Feature:
     found: int = 0
     detail: str = ""
     off: list[str] = field(default_factory=list)
+
+    def name(self, kind: str) -> None:
+        """Add ``kind`` to what :attr:`detail` lists."""
+        kinds = set(self.detail.strip("()").split(", ")) - {""} | {kind}
+        self.detail = f"({', '.join(sorted(kinds))})"
 
     def refuse(self, reason: str) -> None:
         if reason not in self.off:
@@ -42,6 +51,11 @@ class PaddingReport(Feature):
     tokens: int = 0
     _pending: int = 0
 
+    def restart(self) -> None:
+        """Count from zero; what is on, and the reasons for what is off, stay."""
+        self.calls = self.packed_calls = self.padded_runs = 0
+        self.positions = self.padding = self.tokens = self._pending = 0
+
     def seen(self, shape: tuple[int, int]) -> None:
         """A training or evaluation call with ``(B, S)`` positions."""
         self.calls += 1
@@ -51,16 +65,17 @@ class PaddingReport(Feature):
 
     def packed(self, layout: Layout) -> None:
         self.packed_calls += 1
-        self.real(layout)
+        self.real(layout.tokens)
 
-    def real(self, layout: Layout) -> None:
-        """The layout of the call counted last: its padding is no token."""
-        missing = self._pending - layout.tokens
+    def real(self, tokens: int) -> None:
+        """How many positions of the call counted last are tokens; the rest is padding. Later calls say nothing new."""
+        missing, self._pending = max(self._pending - tokens, 0), 0
         self.padding += missing
         self.tokens -= missing
 
     def left_padded(self, reason: str) -> None:
-        self.refuse(reason)
+        if reason != NO_PADDING:  # nothing was left undone
+            self.refuse(reason)
 
     def switched_off(self, name: str, reason: str, *, training: bool) -> None:
         self.refuse(f"{name}, {'training' if training else 'evaluation'}: {reason}")
@@ -92,6 +107,10 @@ class HeadReport(Feature):
     rows: int = 0
     computed_rows: int = 0
     materialised_by: dict[str, str] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Count from zero; what is on, and the reasons for what is off, stay."""
+        self.fused_calls = self.rows = self.computed_rows = 0
 
     def scored(self, rows: int, computed: int) -> None:
         self.fused_calls += 1
@@ -157,18 +176,35 @@ class Report:
             "metrics": dict(self.metrics),
         }
 
+    def begin_training(self) -> None:
+        """From here on the counters are about training: the sanity check before it was not."""
+        self.padding.restart()
+        self.head.restart()
+
     def rows(self) -> list[tuple[str, str, str]]:
-        """``(feature, where, what it did)`` for the table."""
-        padding, head = self.padding, self.head
-        did = "no padding seen"
-        if padding.positions:
-            did = f"{padding.fraction:.0%} of positions are padding; {padding.packed_calls} of {padding.calls} calls packed"
-        rows = [(padding.title, _where(padding), did)]
-        did = "no loss computed from logits yet"
-        if head.rows:
-            did = f"{head.computed_rows:,} of {head.rows:,} head rows computed ({head.skipped_fraction:.0%} skipped)"
-        rows.append((head.title, _where(head), did))
-        return rows
+        """``(feature, applied to, what it did)`` for the table."""
+        return [
+            (self.padding.title, _where(self.padding, "backbone"), self._padding_did()),
+            (self.head.title, _where(self.head, "head"), self._head_did()),
+        ]
+
+    def _padding_did(self) -> str:
+        padding = self.padding
+        if not padding.positions:
+            return "no tokens seen"
+        if not padding.padding and not padding.packed_calls:
+            return f"no padding among {padding.positions:,} positions"
+        share = f"{padding.fraction:.0%} of {padding.positions:,} positions were padding"
+        if not padding.packed_calls:
+            return f"{share}; kept"
+        some = "" if padding.packed_calls == padding.calls else f" in {padding.packed_calls} of {padding.calls} calls"
+        return f"{share}; removed{some}"
+
+    def _head_did(self) -> str:
+        head = self.head
+        if not head.rows:
+            return "no loss was computed through it"
+        return f"{head.computed_rows:,} of {head.rows:,} head rows computed ({head.skipped_fraction:.0%} skipped)"
 
     def reasons(self) -> list[str]:
         lines = [f"{f.title}: {reason}" for f in (self.padding, self.head) for reason in f.off]
@@ -183,27 +219,43 @@ class Report:
 
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""
-        title = "lightning-liger: nothing to accelerate" if self.nothing_to_accelerate else "lightning-liger"
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            lines = [title, *("  " + " | ".join(row) for row in self.rows())]
-            return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons())])
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for column in ("feature", "applied", "first step"):
-            table.add_column(column)
-        for row in self.rows():
-            table.add_row(*row)
-        console = Console(width=110, record=True, file=io.StringIO())
-        console.print(table)
-        for reason in self.reasons():
-            console.print(f"  - {reason}", markup=False, highlight=False)
-        return console.export_text().rstrip("\n")
+        reasons = [f"  - {reason}" for reason in self.reasons()]
+        if self.nothing_to_accelerate:
+            why = "see below" if reasons else "no transformers model and no language-model head was found"
+            return "\n".join([f"lightning-liger: nothing to accelerate ({why}); everything runs as it is", *reasons])
+        columns = ("feature", "applied to", "first training step")
+        return "\n".join(["lightning-liger", _table([columns, *self.rows()]), *reasons])
 
 
-def _where(feature: Feature) -> str:
+def printable(text: str) -> str:
+    """``text`` as the standard output can show it: a table must not end a training run on an ASCII terminal."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def _table(lines: list[tuple[str, str, str]]) -> str:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        padded = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join(f"  {line}".rstrip() for line in (padded[0], "-" * sum(widths, 4), *padded[1:]))
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    table = Table(box=box.HEAVY_HEAD if "utf" in encoding else box.ASCII)
+    for column in lines[0]:
+        table.add_column(column)
+    for line in lines[1:]:
+        table.add_row(*line)
+    width = min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)
+    console = Console(width=width, record=True, file=io.StringIO(), markup=False)
+    console.print(table)
+    return console.export_text().rstrip("\n")
+
+
+def _where(feature: Feature, unit: str) -> str:
     if not feature.found:
-        return "none found"
-    text = f"{feature.applied}/{feature.found}"
+        return "off" if feature.off else "none found"
+    text = f"{feature.applied} of {feature.found} {unit}{'' if feature.found == 1 else 's'}"
     return f"{text} {feature.detail}".rstrip()

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows, PlainSource
 from lightning_liger.padding.attention import PackedCall, PackingError, inside_packed_call, packed_attention
+from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
 from lightning_liger.patching import Rebound, Switch, bypass
-from lightning_liger.report import PaddingReport
+from lightning_liger.report import NO_PADDING, PaddingReport
 
 # Arguments of a backbone whose meaning is known, besides the token ones handled one by one below.
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -86,13 +87,13 @@ class PackedBackbone(Rebound):
         """
         if torch.compiler.is_compiling():
             raise Unsuitable("torch.compile traces the backbone")
+        count_call(self.report, self.book, call)
         if (reason := self.off.get(torch.is_grad_enabled())) is not None:
             raise Unsuitable(reason)
         tokens = _first(call, "input_ids", "inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise Unsuitable("no (B, S) tokens in the call")
         shape = (tokens.shape[0], tokens.shape[1])
-        self.report.seen(shape)
         if any(call.get(name) is not None for name in _CACHES) or call.get("use_cache"):
             raise Unsuitable("a KV cache is in use")
         if call.get("output_attentions") or getattr(self.module.config, "output_attentions", False):
@@ -114,7 +115,7 @@ class PackedBackbone(Rebound):
             )
         layout = self.book.layout(mask)
         if not layout.has_padding:
-            raise Unsuitable("the batch has no padding")
+            raise Unsuitable(NO_PADDING)
         if not torch.is_grad_enabled() and self.is_sharded():
             raise Unsuitable("evaluation of a sharded model")
         return layout
