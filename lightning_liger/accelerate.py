@@ -131,27 +131,13 @@ class Accelerated:
             if _is_compiled(head):
                 report.refuse("the head is compiled with torch.compile")
                 continue
-            backend = _backend(self.settings.head_backend, head)
-            if self._bind(head, LazyHead, report, backend):
+            if self._bind(head, LazyHead, report, self.settings.head_backend):
                 report.applied += 1
-                report.name(backend)
         report.found = max(report.found, len(self._heads) + len(refused))
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _backend(wanted: str, head: nn.Module) -> str:
-    if wanted != "auto":
-        return wanted
-    return "liger" if torch.cuda.is_available() and _has_liger() else "torch"
-
-
-def _has_liger() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("liger_kernel") is not None
 
 
 def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerated:

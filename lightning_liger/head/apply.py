@@ -34,7 +34,30 @@ class LazyHead(Rebound):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         if dtype != weight.dtype and not torch.is_autocast_enabled(kind):
             return self.original(*args, **kwargs)  # a mismatch that PyTorch reports by itself
-        return LazyRows.logits(hidden, Head(weight, bias, dtype, self.backend, self.report))
+        backend = resolve_backend(self.backend, hidden.device)
+        self.report.name(backend)
+        return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report))
+
+
+def resolve_backend(wanted: str, device: torch.device) -> str:
+    """The ``head_backend`` to use for rows on ``device``.
+
+    Raises:
+        ValueError: a backend that cannot run there.
+    """
+    import importlib.util
+    import os
+
+    runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if wanted == "auto":
+        return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"
+    if wanted in ("triton", "liger"):
+        package = "triton" if wanted == "triton" else "liger_kernel"
+        if not runs_triton:
+            raise ValueError(f"head_backend={wanted!r} needs a CUDA device; the head is on {device}. Use 'auto'.")
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"head_backend={wanted!r} needs the package {package}. Install it or use 'auto'.")
+    return wanted
 
 
 def _whole(weight: Any) -> bool:
