@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.head.lazy import LazyRows
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers
 from lightning_liger.padding.boundary import POSITIONS, PackedBackbone
@@ -85,6 +86,7 @@ def _build(backbone: Any) -> Any:
         config._attn_implementation = "sdpa" if getattr(type(backbone), "_supports_sdpa", False) else "eager"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
+    config._experts_implementation = "eager"  # grouped kernels have no double precision
     cls = _original_class(type(backbone))
     try:
         with torch.device("cpu"):
@@ -155,6 +157,9 @@ def _difference(tiny: Any, positions: str, left: bool) -> float:
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:
-    """The tensors of a model output by name, computed, without its KV cache."""
+    """The tensors of a model output by name, without its KV cache."""
     items = output.items() if hasattr(output, "items") else enumerate(output)
-    return {str(k): v.clone() + 0 for k, v in items if isinstance(v, Tensor)}
+    # Not read like a user would: a reader of padded positions is given the padded run, which would be compared to itself.
+    return {
+        str(k): v.view_.dense() if isinstance(v, LazyRows) else v.clone() for k, v in items if isinstance(v, Tensor)
+    }
