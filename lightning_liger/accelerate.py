@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 from lightning_liger.head.apply import LazyHead, find_heads
