@@ -93,21 +93,20 @@ class Accelerated:
 
     def _remove_padding(self, module: nn.Module) -> None:
         report = self.report.padding
-        backbones, refused = find_backbones(module)
-        if self.settings.padding_free:
-            report.found = max(report.found, len(backbones) + len(refused))
-        else:
-            refused = [_PADDING_OFF]
-        for reason in refused:
-            report.refuse(reason)
-        for backbone in backbones:
+        suited, refused = find_backbones(module)
+        if not self.settings.padding_free:
+            report.refuse(_PADDING_OFF)
+            refused = dict.fromkeys([*suited, *refused], _PADDING_OFF)
+            suited = []
+        for backbone in (*suited, *refused):
             if backbone in self._backbones:
                 continue
             self._backbones.append(backbone)
+            report.found += self.settings.padding_free
             if _is_compiled(backbone):
                 report.refuse(f"{type(backbone).__name__} is compiled with torch.compile")
                 continue
-            verdict = packing_verdict(backbone) if self.settings.padding_free else Verdict(None, _PADDING_OFF)
+            verdict = Verdict(None, refused[backbone]) if backbone in refused else packing_verdict(backbone)
             if verdict.positions is None:
                 report.refuse(verdict.reason)
                 self._bind(backbone, CountedBackbone, self.book, report)

@@ -74,11 +74,12 @@ class PaddingReport(Feature):
         self.tokens -= missing
 
     def left_padded(self, reason: str) -> None:
-        if reason != NO_PADDING:  # nothing was left undone
+        # a batch without padding leaves nothing undone, and what switched_off() said is not said again
+        if reason != NO_PADDING and not any(known.endswith(reason) for known in self.off):
             self.refuse(reason)
 
     def switched_off(self, name: str, reason: str, *, training: bool) -> None:
-        self.refuse(f"{name}, {'training' if training else 'evaluation'}: {reason}")
+        self.refuse(f"{name} keeps its padding in {'training' if training else 'evaluation'}: {reason}")
 
     def ran_twice(self) -> None:
         self.padded_runs += 1
@@ -212,8 +213,8 @@ class Report:
             lines.append(f"{self.head.title}: logits computed in full for {operator} ({site})")
         if self.padding.padded_runs:
             lines.append(
-                f"{self.padding.title}: {self.padding.padded_runs} call(s) also ran padded, because something read "
-                "padded positions"
+                f"{self.padding.title}: {self.padding.padded_runs} of {self.padding.calls} calls ran a second time, "
+                "padded, because padded positions were read"
             )
         return lines + self.notes
 

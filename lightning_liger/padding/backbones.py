@@ -10,14 +10,14 @@ import torch.nn as nn
 from lightning_liger.padding.attention import uses_attention_interface
 
 
-def find_backbones(module: nn.Module) -> tuple[list[nn.Module], list[str]]:
-    """The innermost transformers models of ``module`` that embed tokens, and why others were passed over.
+def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, str]]:
+    """The innermost transformers models of ``module`` that embed tokens; those that must stay padded with the reason.
 
     A vision tower, a projector and a language model are all ``PreTrainedModel``; only those whose forward takes
     ``input_ids`` and an ``attention_mask`` hold text.
     """
     if "PreTrainedModel" not in {k.__name__ for m in module.modules() for k in type(m).__mro__}:
-        return [], []
+        return [], {}
     from transformers import PreTrainedModel
 
     inside_encoder_decoder: set[nn.Module] = set()
@@ -25,7 +25,7 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], list[str]]:
         if isinstance(model, PreTrainedModel) and getattr(model.config, "is_encoder_decoder", False):
             inside_encoder_decoder.update(model.modules())
     found: list[nn.Module] = []
-    refused: list[str] = []
+    refused: dict[nn.Module, str] = {}
     for model in module.modules():
         if not isinstance(model, PreTrainedModel) or not _takes_tokens(model) or not _embeds_tokens(model):
             continue
@@ -33,16 +33,13 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], list[str]]:
             continue  # the layers belong to an inner model
         name = type(model).__name__
         if model in inside_encoder_decoder:
-            reason = f"{name}: encoder-decoder models keep their padding"
+            refused[model] = f"{name}: encoder-decoder models keep their padding"
         elif "labels" in inspect.signature(type(model).forward).parameters:
-            reason = f"{name}: the model has no backbone apart from its head"
+            refused[model] = f"{name}: the model has no backbone apart from its head"
         elif not any(uses_attention_interface(m) for m in model.modules()):
-            reason = f"{name}: its attention is not looked up in the transformers interface"
+            refused[model] = f"{name}: its attention is not looked up in the transformers interface"
         else:
             found.append(model)
-            continue
-        if reason not in refused:
-            refused.append(reason)
     return found, refused
 
 
