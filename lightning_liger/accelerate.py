@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn as nn
 
 from lightning_liger.head.apply import LazyHead, find_heads
+from lightning_liger.kernels.apply import Kernels
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers, find_backbones
 from lightning_liger.padding.boundary import PackedBackbone
@@ -39,6 +40,7 @@ class Accelerated:
         self.report = Report()
         self.book = LayoutBook()
         self._switch = Switch(True)
+        self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
         self._bindings: list[Rebound] = []
         self._heads: list[nn.Module] = []
         self._backbones: list[nn.Module] = []
@@ -71,6 +73,10 @@ class Accelerated:
 
     def apply(self, module: nn.Module) -> None:
         """Bind to what the module holds now; what is bound already stays as it is."""
+        # below everything else: padding removal wraps the forwards that kernels replace
+        for binding in self._kernels.bindings(module):
+            binding.bind()
+            self._bindings.append(binding)
         self._remove_padding(module)
         if self.settings.fused_head:
             self._fuse_heads(module)
@@ -84,7 +90,7 @@ class Accelerated:
 
     def _bind(self, module: nn.Module, kind: type[Rebound], *args: Any) -> bool:
         """Bind once; True if it was new."""
-        if live_binding(module, kind.name, self._switch) is not None:
+        if live_binding(module, kind.name, self._switch, kind) is not None:
             return False
         binding = kind(module, self._switch, *args)
         binding.bind()

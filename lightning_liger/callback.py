@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ class LigerCallback(_Base):
         head: Path of the LM head inside the module, when it is not found by itself.
         attention: ``"auto"``, ``"varlen"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
+        kernels: ``"auto"``, True, False, or single ops: ``{"rope": False}``.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verbose: Print the report after the first training step.
 
@@ -57,6 +59,7 @@ class LigerCallback(_Base):
         head: str | None = None,
         attention: str = "auto",
         head_backend: str = "auto",
+        kernels: bool | str | Mapping[str, bool] = "auto",
         bf16: bool = True,
         verbose: bool = True,
     ) -> None:
@@ -67,6 +70,7 @@ class LigerCallback(_Base):
             head=head,
             attention=attention,
             head_backend=head_backend,
+            kernels=kernels,
             bf16=bf16,
             verbose=verbose,
         )

@@ -107,8 +107,8 @@ class Rebound:
             self.module.__dict__[self.name] = self.previous
 
 
-def live_binding(module: nn.Module, name: str, switch: Switch) -> Rebound | None:
-    """The binding of ``switch`` on ``module.<name>``, or None.
+def live_binding(module: nn.Module, name: str, switch: Switch, kind: type[Rebound] = Rebound) -> Rebound | None:
+    """The binding of ``switch`` and of class ``kind`` on ``module.<name>``, or None.
 
     A binding that a copy brought along from another ``accelerate`` call is dropped here, so that it is not wrapped
     a second time.
@@ -119,7 +119,7 @@ def live_binding(module: nn.Module, name: str, switch: Switch) -> Rebound | None
         found.unbind()
         found = module.__dict__.get(name)
     while isinstance(found, Rebound):
-        if found.switch is switch:
+        if found.switch is switch and isinstance(found, kind):
             return found
         found = found.previous
     return None

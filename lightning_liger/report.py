@@ -9,6 +9,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_liger.kernels.report import KernelReport
+
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
 
@@ -154,6 +156,7 @@ class Report:
 
     padding: PaddingReport = field(default_factory=lambda: PaddingReport("Padding removal"))
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
+    kernels: KernelReport = field(default_factory=KernelReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -166,13 +169,14 @@ class Report:
 
     @property
     def nothing_to_accelerate(self) -> bool:
-        return self.padding.applied == 0 and self.head.applied == 0
+        return self.padding.applied == 0 and self.head.applied == 0 and self.kernels.applied == 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "nothing_to_accelerate": self.nothing_to_accelerate,
             "padding_free": self.padding.to_dict(),
             "fused_head": self.head.to_dict(),
+            "kernels": self.kernels.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
         }
@@ -181,12 +185,14 @@ class Report:
         """From here on the counters are about training: the sanity check before it was not."""
         self.padding.restart()
         self.head.restart()
+        self.kernels.restart()
 
     def rows(self) -> list[tuple[str, str, str]]:
         """``(feature, applied to, what it did)`` for the table."""
         return [
             (self.padding.title, _where(self.padding, "backbone"), self._padding_did()),
             (self.head.title, _where(self.head, "head"), self._head_did()),
+            *self.kernels.rows(),
         ]
 
     def _padding_did(self) -> str:
@@ -216,7 +222,7 @@ class Report:
                 f"{self.padding.title}: {self.padding.padded_runs} of {self.padding.calls} calls ran a second time, "
                 "padded, because padded positions were read"
             )
-        return lines + self.notes
+        return lines + self.kernels.reasons() + self.notes
 
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from lightning_liger.kernels.options import check_choice
 
 _ATTENTION = ("auto", "varlen", "sdpa")
 _HEAD_BACKENDS = ("auto", "torch", "liger")
@@ -25,6 +28,9 @@ class Settings:
             ``"sdpa"``: the model's own attention, once per document; ``"auto"``: the first that can do it.
         head_backend: ``"torch"``: chunked PyTorch, any device; ``"liger"``: Liger's fused kernels, CUDA; ``"auto"``
             picks by device.
+        kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs, rotary embeddings), wherever a
+            comparison shows that they compute the same. ``"auto"``: on a CUDA device; ``True``: wherever Triton runs;
+            ``False``: never; a mapping such as ``{"rope": False}`` switches single ops, those left out are on.
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
         verbose: Print the report after the first training step.
@@ -38,6 +44,7 @@ class Settings:
     head: str | None = None
     attention: str = "auto"
     head_backend: str = "auto"
+    kernels: bool | str | Mapping[str, bool] = "auto"
     bf16: bool = True
     verbose: bool = True
 
@@ -48,6 +55,7 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: expected True or False.")
         _one_of("attention", self.attention, _ATTENTION)
         _one_of("head_backend", self.head_backend, _HEAD_BACKENDS)
+        check_choice(self.kernels)
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ValueError(
                 f"head={self.head!r}: expected the path of an nn.Linear inside the module, such as 'model.lm_head'."

@@ -1,0 +1,195 @@
+"""Finds the modules of a model that kernels fit, compares, and makes their bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.kernels import liger
+from lightning_liger.kernels.check import Verdict, verify
+from lightning_liger.kernels.device import trial_device, why_not
+from lightning_liger.kernels.options import wants
+from lightning_liger.kernels.registry import KernelBinding, KernelPatch, known_ops, registered
+from lightning_liger.kernels.report import KernelReport, OpReport
+from lightning_liger.kernels.rotary import RopePatch, rotary_function
+from lightning_liger.kernels.standin import defined_by
+from lightning_liger.patching import Rebound, Switch, live_binding
+
+Choice = bool | str | Mapping[str, bool]
+
+
+class Kernels:
+    """The kernels of one ``accelerate`` call.
+
+    Args:
+        choice: the ``kernels`` option.
+        report: filled while applying, counted into while running.
+        switch: turns all bindings on and off.
+    """
+
+    def __init__(self, choice: Choice, report: KernelReport, switch: Switch) -> None:
+        self.choice = choice
+        self.report = report
+        self.switch = switch
+        self._seen: set[nn.Module] = set()
+
+    def bindings(self, module: nn.Module) -> list[KernelBinding]:
+        """New bindings for what ``module`` holds now, not bound yet; modules that were looked at before are skipped."""
+        self.report.off = self._off()
+        if self.report.off:
+            return []
+        return list(self._find(module))
+
+    def _off(self) -> str:
+        if not any(wants(self.choice, op) for op in known_ops()):
+            return f"switched off (kernels={self.choice})"
+        if self.choice == "auto" and not torch.cuda.is_available():
+            return "no CUDA device (kernels='auto')"
+        return why_not()
+
+    def _find(self, module: nn.Module) -> Iterator[KernelBinding]:
+        patches = registered()
+        new = [m for m in module.modules() if m not in self._seen]
+        self._seen.update(new)
+        known = _Known(module if new else None)
+        compiled = set(_inside_compiled(module))
+        device = trial_device()
+        verdicts: dict[object, Verdict] = {}
+        rotary_problem: str | None = None
+        for candidate in new:
+            matching = [p for p in patches if p.match(candidate)]
+            if not matching:
+                continue
+            if any(isinstance(p, RopePatch) for p in matching) and rotary_problem is None:
+                rotary_problem = _rotary_problem(module)
+            binding = self._try(candidate, matching, known, compiled, device, verdicts, rotary_problem or "")
+            if binding is not None:
+                yield binding
+
+    def _try(
+        self,
+        module: nn.Module,
+        patches: list[KernelPatch],
+        known: _Known,
+        compiled: set[nn.Module],
+        device: torch.device,
+        verdicts: dict[object, Verdict],
+        rotary_problem: str,
+    ) -> KernelBinding | None:
+        """The binding of the first patch that computes the same; otherwise one refusal in the report."""
+        hint = known.op(module)
+        name = defined_by(module).__name__
+        refusals: list[tuple[KernelPatch, str]] = []
+        for patch in sorted(patches, key=lambda p: p.op != hint):
+            if not wants(self.choice, patch.op) and len(patches) == 1:
+                self._op(patch).found += 1
+                self._op(patch).refuse("switched off")
+                return None
+            reason = _foreign(module, self.switch) or ("compiled with torch.compile" if module in compiled else "")
+            reason = reason or patch.refusal(module) or (rotary_problem if isinstance(patch, RopePatch) else "")
+            if reason:
+                refusals.append((patch, f"{name}: {reason}"))
+                continue
+            key = (patch, patch.key(module))
+            if key not in verdicts:
+                verdicts[key] = verify(patch, module, device)
+            verdict = verdicts[key]
+            if verdict.spec is None:
+                refusals.append((patch, f"{name} {verdict.reason}"))
+                continue
+            report = self._op(patch)
+            report.found += 1
+            if not wants(self.choice, patch.op):
+                report.refuse("switched off")
+                return None
+            report.applied += 1
+            source = "liger" if hint == patch.op else "structural"
+            report.sources[source] = report.sources.get(source, 0) + 1
+            return patch.binding(module, self.switch, verdict.spec, report, verdict.dtypes)
+        worth_telling = [(p, why) for p, why in refusals if p.op == hint or p.is_named(module)]
+        if worth_telling:
+            patch, why = worth_telling[0]
+            self._op(patch).found += 1
+            self._op(patch).refuse(why)
+        return None
+
+    def _op(self, patch: KernelPatch) -> OpReport:
+        return self.report.op(patch.op, patch.title, patch.kernels)
+
+
+class _Known:
+    """Liger's knowledge about all transformers models inside a module."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._ops: dict[nn.Module, str] = {}
+        self._rotary: set[str] = set()
+        covered: set[nn.Module] = set()
+        for model in module.modules() if module is not None else ():
+            if model in covered or not hasattr(model, "config") or not _is_transformers(model):
+                continue
+            notes = liger.knowledge(model)
+            if notes is None:
+                continue
+            self._ops.update(notes.ops)
+            self._rotary |= notes.rotary
+            if not notes.error:
+                covered.update(model.modules())
+
+    def op(self, module: nn.Module) -> str | None:
+        if module in self._ops:
+            return self._ops[module]
+        if self._rotary and (found := rotary_function(module)) is not None:
+            where = defined_by(module).__module__.rpartition(".")[2]
+            return "rope" if f"{where}.{found[0]}" in self._rotary else None
+        return None
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return any(k.__name__ == "PreTrainedModel" for k in type(module).__mro__)
+
+
+def _inside_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    for outer in module.modules():
+        if getattr(outer, "_compiled_call_impl", None) is not None or type(outer).__name__ == "OptimizedModule":
+            yield from outer.modules()
+
+
+def _foreign(module: Any, switch: Switch) -> str:
+    """Who else took over this module's forward, or ``""``."""
+    live_binding(module, "forward", switch)  # drops what a copied module brought along
+    found = module.__dict__.get("forward")
+    if isinstance(found, Rebound):
+        return "accelerated by another accelerate() call"
+    if found is not None:
+        function = getattr(found, "__func__", found)
+        return f"its forward was replaced by {getattr(function, '__qualname__', type(found).__name__)}"
+    if defined_by(module).__module__.startswith("liger_kernel"):
+        return "is Liger's already"
+    forward = defined_by(module).forward
+    modules = {k.__module__ for k in type(module).__mro__}
+    if getattr(forward, "__module__", None) not in modules:
+        return f"its class's forward was replaced by {forward.__module__}.{forward.__qualname__}"
+    return ""
+
+
+def _rotary_problem(module: nn.Module) -> str:
+    """Why the angles of this model do not fit a kernel that reads the first half of ``cos`` only, or ``""``."""
+    for rotary in module.modules():
+        frequencies = getattr(rotary, "inv_freq", None)
+        if not isinstance(frequencies, torch.Tensor) or frequencies.dim() != 1 or frequencies.device.type == "meta":
+            continue
+        x = torch.zeros(1, 4, 8, device=frequencies.device)
+        try:
+            with torch.no_grad():
+                cos, sin = rotary(x, torch.arange(4, device=frequencies.device)[None])
+        except Exception:  # called in another way, so its result reaches other code than ours
+            continue
+        width = cos.shape[-1]
+        if width == 2 * frequencies.shape[0] and not all(
+            torch.equal(t[..., : width // 2], t[..., width // 2 :]) for t in (cos, sin)
+        ):
+            return f"{type(rotary).__name__} does not repeat its angles in halves"
+    return ""

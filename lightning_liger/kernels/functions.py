@@ -1,0 +1,215 @@
+"""Differentiable functions over Liger's Triton kernels that leave their arguments as they were.
+
+Liger's own autograd functions write gradients over saved activations and incoming gradients (``in_place``, SwiGLU,
+GEGLU) and rotate captured queries and keys in place. Here a buffer is only overwritten when nobody else can read it.
+A second derivative raises, instead of being silently absent.
+
+Everything is built on first use: importing this module needs neither Liger nor Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _graph_is_kept() -> bool:
+    """Inside ``backward``: whether another backward through the same graph may follow (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+@functools.cache
+def _rms_norm_function() -> Any:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    class RMSNorm(LigerRMSNormFunction):
+        backward = staticmethod(once_differentiable(LigerRMSNormFunction.backward))
+
+    return RMSNorm
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str) -> Tensor:
+    """``x / rms(x) * (weight + offset)`` over the last dimension.
+
+    Args:
+        x: ``(..., H)``, contiguous or not.
+        weight: ``(H,)`` in the dtype of ``x``, or None for no scale.
+        casting_mode: ``"llama"`` rounds to the dtype of ``x`` before the scale, ``"gemma"`` after it.
+
+    Returns:
+        ``(..., H)`` in the dtype of ``x``.
+    """
+    return _rms_norm_function().apply(x, weight, eps, offset, casting_mode, False, None)
+
+
+@functools.cache
+def _layer_norm_function() -> Any:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    class LayerNorm(LigerLayerNormFunction):
+        backward = staticmethod(once_differentiable(LigerLayerNormFunction.backward))
+
+    return LayerNorm
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer normalisation over the last dimension: ``x`` ``(..., H)``; ``weight`` and ``bias`` ``(H,)``; one dtype."""
+    return _layer_norm_function().apply(x, weight, bias, eps)
+
+
+class _GatedFunction(torch.autograd.Function):
+    """``act(gate) * up``; subclasses name the kernels. Backward may overwrite the saved activations."""
+
+    kernels: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]
+
+    @classmethod
+    def run(cls, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        return cls.apply(gate, up, overwrite)
+
+    @staticmethod
+    def _forward(kernel: Callable[..., Any], ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.overwrite = overwrite
+        return kernel(gate, up)[2]
+
+    @staticmethod
+    def _backward(kernel: Callable[..., Any], ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        if not ctx.overwrite or _graph_is_kept():
+            gate, up = gate.clone(), up.clone()
+        d_gate, d_up = kernel(gate, up, grad.contiguous())
+        return d_gate, d_up, None
+
+
+class _SiLUMul(_GatedFunction):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        from liger_kernel.ops.swiglu import swiglu_forward
+
+        return _GatedFunction._forward(swiglu_forward, ctx, gate, up, overwrite)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        from liger_kernel.ops.swiglu import swiglu_backward
+
+        return _GatedFunction._backward(swiglu_backward, ctx, grad)
+
+
+class _TanhGELUMul(_GatedFunction):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        from liger_kernel.ops.geglu import geglu_forward
+
+        return _GatedFunction._forward(geglu_forward, ctx, gate, up, overwrite)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        from liger_kernel.ops.geglu import geglu_backward
+
+        return _GatedFunction._backward(geglu_backward, ctx, grad)
+
+
+class _ExactGELUMul(_GatedFunction):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, overwrite: bool) -> Tensor:
+        from lightning_liger.kernels.exact_geglu import exact_geglu_forward
+
+        return _GatedFunction._forward(exact_geglu_forward, ctx, gate, up, overwrite)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        from lightning_liger.kernels.exact_geglu import exact_geglu_backward
+
+        return _GatedFunction._backward(exact_geglu_backward, ctx, grad)
+
+
+_GATED: dict[str, type[_GatedFunction]] = {"silu": _SiLUMul, "gelu_tanh": _TanhGELUMul, "gelu": _ExactGELUMul}
+
+
+def gated(activation: str, gate: Tensor, up: Tensor, *, overwrite: bool) -> Tensor:
+    """``activation(gate) * up``, elementwise.
+
+    Args:
+        activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``.
+        gate, up: ``(..., I)``, one shape and dtype.
+        overwrite: backward may write the gradients over ``gate`` and ``up``: nobody else reads them. It never does
+            while the graph is kept for another backward.
+
+    Returns:
+        ``(..., I)`` in their dtype.
+    """
+    return _GATED[activation].run(gate, up, overwrite)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
+        from liger_kernel.ops.rope import rope_forward
+
+        dtype = torch.promote_types(q.dtype, cos.dtype)
+        ctx.dtypes = (q.dtype, k.dtype)
+        ctx.rotary_dim = rotary_dim
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        q, k, cos, sin = rope_forward(_rows(q, dtype), _rows(k, dtype), cos, sin, rotary_dim=rotary_dim)
+        ctx.save_for_backward(cos, sin)
+        return q, k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        from liger_kernel.ops.rope import rope_backward
+
+        cos, sin = ctx.saved_tensors
+        dq, dk = rope_backward(_rows(dq, cos.dtype), _rows(dk, cos.dtype), cos, sin, rotary_dim=ctx.rotary_dim)
+        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), None, None, None
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of ``(B, heads, S, D)`` whose memory is ``(B, S, heads, D)``: what the kernel rotates in place."""
+    copy = torch.empty(x.transpose(1, 2).shape, dtype=dtype, device=x.device)
+    return copy.copy_(x.transpose(1, 2)).transpose(1, 2)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """Rotate the first ``rotary_dim`` entries of each head, in halves (``[-x2, x1]``); ``q`` and ``k`` stay as they are.
+
+    Args:
+        q: ``(B, heads, S, D)``; ``k``: ``(B, kv_heads, S, D)``.
+        cos, sin: ``(1 or B, S, R)`` with ``R >= rotary_dim / 2``; only the first half is read. They get no gradient.
+
+    Returns:
+        Both rotated, in the dtype that ``q * cos`` has.
+    """
+    return _Rope.apply(q, k, cos, sin, rotary_dim)
+
+
+@functools.cache
+def _experts_function() -> Any:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    class Experts(LigerFusedMoEFunction):
+        backward = staticmethod(once_differentiable(LigerFusedMoEFunction.backward))
+
+    return Experts
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU experts as grouped matrix products, weighted and summed per token.
+
+    Args:
+        x: ``(T, H)``. gate_up: ``(E, 2 I, H)``. down: ``(E, H, I)``. All of one dtype.
+        index: ``(T, K)`` int32, the experts of each token. weights: ``(T, K)``, their weights.
+
+    Returns:
+        ``(T, H)`` in the dtype of ``x``.
+    """
+    return _experts_function().apply(x, gate_up, down, index, weights)

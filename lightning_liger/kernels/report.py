@@ -1,0 +1,104 @@
+"""What happened to each kind of kernel: on how many modules it is, how often it ran, and why it is not elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class OpReport:
+    """One op (``"rms_norm"``); plain Python numbers, so that counting never waits for a device.
+
+    Attributes:
+        title: the name that people read, ``"RMSNorm"``.
+        found: modules that look like this op.
+        applied: modules that run the kernel.
+        sources: how many of them Liger knows by architecture (``"liger"``) and how many by structure alone.
+        calls: forward calls that ran the kernel.
+        original_calls: forward calls that ran the module's own code instead, by reason.
+        kernels: names, or parts of names, of the GPU kernels that a profiler sees when the op ran.
+        refused: reasons with the number of modules, ``{"LlamaMLP: …": 2}``.
+    """
+
+    title: str
+    found: int = 0
+    applied: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+    original_calls: dict[str, int] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpReport:
+        return self
+
+    def refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def ran_original(self, reason: str) -> None:
+        self.original_calls[reason] = self.original_calls.get(reason, 0) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "applied": self.applied,
+            "found": self.found,
+            "sources": dict(self.sources),
+            "calls": self.calls,
+            "original_calls": dict(self.original_calls),
+            "kernels": list(self.kernels),
+            "refused": dict(self.refused),
+        }
+
+
+@dataclass
+class KernelReport:
+    """All ops of one accelerated module.
+
+    Attributes:
+        off: why no kernel at all was looked for, or ``""``.
+        ops: by settings key, in the order of the registry.
+    """
+
+    off: str = ""
+    ops: dict[str, OpReport] = field(default_factory=dict)
+
+    @property
+    def applied(self) -> int:
+        return sum(op.applied for op in self.ops.values())
+
+    def op(self, name: str, title: str, kernels: tuple[str, ...]) -> OpReport:
+        """The report of one op, made on first use; patches that share an op share it."""
+        report = self.ops.setdefault(name, OpReport(title))
+        report.kernels += tuple(k for k in kernels if k not in report.kernels)
+        return report
+
+    def restart(self) -> None:
+        """Count calls from here on."""
+        for op in self.ops.values():
+            op.calls = 0
+            op.original_calls.clear()
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """``(feature, where, what it did)`` for the table; ops that no module looks like are left out."""
+        rows = [("Kernels", "off", self.off)] if self.off else []
+        for op in self.ops.values():
+            if op.found:
+                known = ", ".join(f"{n} {source}" for source, n in sorted(op.sources.items()))
+                where = f"{op.applied}/{op.found}" + (f" ({known})" if known else "")
+                rows.append((op.title, where, f"{op.calls:,} calls" if op.calls else "not called yet"))
+        return rows
+
+    def reasons(self) -> list[str]:
+        lines = []
+        for op in self.ops.values():
+            lines += [f"{op.title}: {_times(n)}{reason}" for reason, n in op.refused.items()]
+            lines += [f"{op.title}: {n} call(s) ran the original code: {r}" for r, n in op.original_calls.items()]
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"off": self.off, "applied": self.applied, "ops": {k: op.to_dict() for k, op in self.ops.items()}}
+
+
+def _times(n: int) -> str:
+    return f"{n}× " if n > 1 else ""
