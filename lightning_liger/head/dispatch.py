@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+import lightning_liger.head.casts
+import lightning_liger.head.joined
 import lightning_liger.head.losses
+import lightning_liger.head.mixing
+import lightning_liger.head.parts
+import lightning_liger.head.readers
 import lightning_liger.head.shapes  # noqa: F401
-from lightning_liger.head.lazy import HANDLERS, LazyRows
+from lightning_liger.head.lazy import HANDLERS, LazyRows, Source
 
 T = Tensor
 
@@ -41,8 +46,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if func is T.register_hook and _from_torch_distributed(args, kwargs):
         # FSDP prepares its backward with a hook on what a module returns: the rows see that moment too
-        return args[0].view_.source.rows.register_hook(*args[1:], **kwargs)
+        leaf = next(s for s in args[0].view_.leaves() if isinstance(s, Source))
+        return leaf.rows.register_hook(*args[1:], **kwargs)
     if func in _HOOKS and args and isinstance(args[0], LazyRows):
+        _refuse_late(args[0], getattr(func, "__name__", "grad"))
         return func(args[0].pin(getattr(func, "__name__", "grad")), *args[1:], **kwargs)
     handler = HANDLERS.get(func)
     if handler is not None and _all_live(args, kwargs):
@@ -57,6 +64,15 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(lazy.pin(name), *_values(args[1:], name), **_values(kwargs, name))
         return lazy if result is lazy.held else result
     return func(*_values(args, name), **_values(kwargs, name))
+
+
+def _refuse_late(tensor: LazyRows, what: str) -> None:
+    """Gradients of logits are looked at, but a loss has taken the rows already."""
+    if tensor.consumed_by is not None and tensor.held is None:
+        raise RuntimeError(
+            f"the gradient of logits was asked for ({what}) after {tensor.consumed_by} was computed without them. "
+            "Ask before the loss is computed, or set fused_head=False for this module."
+        )
 
 
 def _values(tree: Any, what: str) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.linear_cross_entropy import TailOp
+from lightning_liger.head.linear_cross_entropy import refuse_second_derivative
+from lightning_liger.head.tail import TailOp
 
 
 def softcap_of(tail: tuple[TailOp, ...]) -> float | None:
@@ -42,8 +43,8 @@ class _LigerLinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         with torch.autocast(rows.device.type, enabled=False):
             loss, _, _, _, d_rows, d_weight, d_bias = fused_linear_cross_entropy_forward(
-                _input=rows.detach().to(dtype).contiguous(),
-                # a fresh leaf flag makes Liger compute the weight gradient only when it is wanted
+                # leaf flags tell Liger which gradients are wanted; it computes none at all without the rows'
+                _input=rows.detach().to(dtype).contiguous().requires_grad_(any(ctx.needs_input_grad[:3])),
                 weight=weight.detach().to(dtype).requires_grad_(ctx.needs_input_grad[1]),
                 target=target,
                 bias=None if bias is None else bias.detach().to(dtype).requires_grad_(ctx.needs_input_grad[2]),
@@ -57,6 +58,7 @@ class _LigerLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_derivative()
         # Liger's own backward scales the saved gradients in place, which a second backward would do again
         scaled = tuple(
             None if g is None or dt is None else (g * grad).to(dt)

@@ -9,36 +9,23 @@ three matrix products as in the plain run; for ``reduction="none"`` the chunk is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# One chunk of logits in fp32. Large enough that dW is accumulated few times, small beside the model. On a CPU the
+from lightning_liger.head.tail import TailOp
+
+# One chunk of logits. Large enough that dW is accumulated few times, small beside the model. On a CPU the
 # chunk should stay near the cache, on a GPU it should fill the matrix units.
 _CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 _MIN_ROWS = {"cpu": 64, "cuda": 1024}
 
 
-@dataclass(frozen=True)
-class TailOp:
-    """One element-wise step between the head's product and the loss: ``"scale"`` by ``factor`` or ``"tanh"``."""
-
-    kind: str
-    factor: float = 1.0
-
-
-def chunk_rows(vocab: int, device: torch.device) -> int:
+def chunk_rows(vocab: int, device: torch.device, entry_bytes: int = 4) -> int:
     """Rows per chunk, from a budget of memory rather than from the ratio of vocabulary to hidden size."""
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return max(_MIN_ROWS[kind], _CHUNK_BYTES[kind] // (4 * vocab))
-
-
-def apply_tail(logits: Tensor, tail: tuple[TailOp, ...]) -> Tensor:
-    for op in tail:
-        logits = logits * op.factor if op.kind == "scale" else logits.tanh()
-    return logits
+    return max(_MIN_ROWS[kind], _CHUNK_BYTES[kind] // (entry_bytes * vocab))
 
 
 def _tail_with_slopes(logits: Tensor, tail: tuple[TailOp, ...]) -> tuple[Tensor, list[Tensor | float]]:
@@ -92,11 +79,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         per_row: bool,
         dtype: torch.dtype,
+        triton: bool,
     ) -> Tensor:
-        ctx.meta = (tail, smoothing, per_row, dtype)
         wanted = tuple(ctx.needs_input_grad[:3])
-        want = any(wanted) and not per_row
-        losses, gradients = _chunks(rows, weight, bias, target, tail, smoothing, scale if want else None, dtype, wanted)
+        # fp16 has no room for 1/n below its smallest numbers; everywhere else scaling first saves a rounding
+        first, last = (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
+        want = first if any(wanted) and not per_row else None
+        ctx.meta = (tail, smoothing, last, per_row, dtype, triton)
+        losses, gradients = _chunks(rows, weight, bias, target, tail, smoothing, want, dtype, wanted, triton)
         if per_row:
             ctx.save_for_backward(rows, weight, bias, target)
             return losses
@@ -105,15 +95,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        tail, smoothing, per_row, dtype = ctx.meta
+        tail, smoothing, last, per_row, dtype, triton = ctx.meta
+        refuse_second_derivative()
         if per_row:
             rows, weight, bias, target = ctx.saved_tensors
             wanted = tuple(ctx.needs_input_grad[:3])
-            _, gradients = _chunks(rows, weight, bias, target, tail, smoothing, grad.float(), dtype, wanted)
+            row_scale = grad if grad.dtype == torch.float64 else grad.float()
+            _, gradients = _chunks(
+                rows, weight, bias, target, tail, smoothing, row_scale.contiguous(), dtype, wanted, triton
+            )
         else:
             # out of place: a second backward over a retained graph must find them unscaled
-            gradients = tuple(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
-        return (*gradients, None, None, None, None, None, None)
+            factor = grad * last
+            gradients = tuple(None if g is None else (g * factor).to(g.dtype) for g in ctx.saved_tensors)
+        return (*gradients, None, None, None, None, None, None, None)
 
 
 def _chunks(
@@ -126,50 +121,141 @@ def _chunks(
     scale: Tensor | float | None,
     dtype: torch.dtype,
     wanted: tuple[bool, ...],
+    triton: bool,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Losses of all rows and, when ``scale`` is given, the gradients of rows, weight and bias that are wanted."""
     n, vocab = rows.shape[0], weight.shape[0]
     losses = torch.empty(n, dtype=torch.float32 if dtype != torch.float64 else dtype, device=rows.device)
     weight_c = weight.detach().to(dtype)
     bias_c = None if bias is None else bias.detach().to(dtype)
     want = scale is not None
     d_rows = torch.empty_like(rows) if want and wanted[0] else None
-    # fp32 sums even for bf16 weights: adding chunk after chunk in bf16 loses what small gradients say
-    sums = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    d_weight = torch.zeros(weight.shape, dtype=sums, device=rows.device) if want and wanted[1] else None
+    step = chunk_rows(vocab, rows.device, dtype.itemsize if triton else 4)
+    d_weight = _Sum(weight, dtype, single=n <= step) if want and wanted[1] else None
+    sums = sum_dtype(dtype)
     d_bias = torch.zeros(vocab, dtype=sums, device=rows.device) if want and bias is not None and wanted[2] else None
-    step = chunk_rows(vocab, rows.device)
+    chunk_loss = _triton_chunk if triton else _torch_chunk
     with torch.autocast(rows.device.type, enabled=False):
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             h = rows[part].detach().to(dtype)
-            z = torch.nn.functional.linear(h, weight_c, bias_c).to(losses.dtype)
-            z, slopes = _tail_with_slopes(z, tail)
+            z = torch.nn.functional.linear(h, weight_c, bias_c)
             row_scale = scale[part] if isinstance(scale, Tensor) else scale
-            losses[part], gradient = _chunk_loss(z, target[part], smoothing, row_scale)
+            losses[part], gradient = chunk_loss(z, target[part], tail, smoothing, row_scale)
+            del z
             if gradient is None:
                 continue
-            for slope in reversed(slopes):
-                gradient = gradient * slope
-            gradient = gradient.to(dtype)
             if d_rows is not None:
                 d_rows[part] = gradient @ weight_c
             if d_weight is not None:
-                _add_product(d_weight, gradient, h)
+                d_weight.add(gradient, h)
             if d_bias is not None:
                 d_bias += gradient.sum(0, dtype=sums)
     return losses, (
         d_rows,
-        None if d_weight is None else d_weight.to(weight.dtype),
+        None if d_weight is None else d_weight.value(),
         None if d_bias is None or bias is None else d_bias.to(bias.dtype),
     )
 
 
-def _add_product(total: Tensor, gradient: Tensor, h: Tensor) -> None:
-    """``total += gradient.T @ h`` with the sum in ``total``'s dtype."""
+def _torch_chunk(
+    z: Tensor, target: Tensor, tail: tuple[TailOp, ...], smoothing: float, row_scale: Tensor | float | None
+) -> tuple[Tensor, Tensor | None]:
+    lifted, slopes = _tail_with_slopes(z.to(torch.float64 if z.dtype == torch.float64 else torch.float32), tail)
+    if lifted is z and row_scale is not None:
+        lifted = lifted.clone()
+    loss, gradient = _chunk_loss(lifted, target, smoothing, row_scale)
+    if gradient is None:
+        return loss, None
+    for slope in reversed(slopes):
+        gradient = gradient * slope
+    return loss, gradient.to(z.dtype)
+
+
+def _triton_chunk(
+    z: Tensor, target: Tensor, tail: tuple[TailOp, ...], smoothing: float, row_scale: Tensor | float | None
+) -> tuple[Tensor, Tensor | None]:
+    from lightning_liger.head.triton_cross_entropy import cross_entropy_in_place
+
+    form = scale_and_cap(tail)
+    assert form is not None  # linear_cross_entropy() asked
+    want = row_scale is not None
+    loss = cross_entropy_in_place(
+        z,
+        target,
+        inner=form[0],
+        outer=form[1],
+        smoothing=smoothing,
+        row_scale=1.0 if row_scale is None else row_scale,
+        want_gradient=want,
+    )
+    return loss, z if want else None
+
+
+def scale_and_cap(tail: tuple[TailOp, ...]) -> tuple[float, float | None] | None:
+    """``(inner, outer)`` of a tail ``inner * z`` (outer None) or ``outer * tanh(inner * z)``; None for any other."""
+    inner, outer = 1.0, None
+    for op in tail:
+        if op.kind == "tanh":
+            if outer is not None:
+                return None
+            outer = 1.0
+        elif op.kind != "scale":
+            return None
+        elif outer is None:
+            inner *= op.factor
+        else:
+            outer *= op.factor
+    return inner, outer
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over chunks are kept in: fp32 for bf16 and fp16, else ``dtype`` itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def refuse_second_derivative() -> None:
+    """Called in a backward: gradients of gradients are not recorded there.
+
+    Raises:
+        RuntimeError: with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the fused LM head has no second derivative (backward with create_graph=True). Set fused_head=False."
+        )
+
+
+def add_product(total: Tensor, gradient: Tensor, h: Tensor) -> None:
+    """``total += gradient.T @ h``, ``(V, H)``, summed in ``total``'s dtype: bf16 sums lose what small gradients say."""
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.T, h)
+    elif gradient.device.type == "cuda":
+        torch.addmm(total, gradient.T, h, out_dtype=total.dtype, out=total)
     else:
-        total += gradient.T @ h
+        total += gradient.T.to(total.dtype) @ h.to(total.dtype)
+
+
+class _Sum:
+    """The weight's gradient over chunks."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype, *, single: bool) -> None:
+        self._like = weight
+        self._sums = sum_dtype(dtype)
+        # one chunk is one product, which sums in fp32 by itself
+        self._single = single and weight.dtype == dtype
+        self._total: Tensor | None = None
+
+    def add(self, gradient: Tensor, h: Tensor) -> None:
+        if self._single:
+            self._total = gradient.T @ h
+            return
+        if self._total is None:
+            self._total = torch.zeros(self._like.shape, dtype=self._sums, device=self._like.device)
+        add_product(self._total, gradient, h)
+
+    def value(self) -> Tensor:
+        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
 def linear_cross_entropy(
@@ -194,7 +280,8 @@ def linear_cross_entropy(
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean of no rows is NaN with zero gradients, as in PyTorch.
         dtype: dtype of the products; that of ``rows`` by default. Losses and sums are fp32 at least.
-        backend: ``"torch"`` or ``"liger"`` (CUDA; falls back to torch for tails it does not know and for ``"none"``).
+        backend: ``"torch"``; ``"triton"``: one kernel for each chunk's softmax and gradient; ``"liger"``: Liger's own
+            fused linear cross entropy. The last two fall back to ``"torch"`` for tails and dtypes they do not know.
 
     Returns:
         A scalar, or ``(N,)`` for ``"none"``, in fp32 (fp64 for fp64 rows).
@@ -207,7 +294,8 @@ def linear_cross_entropy(
             return liger_linear_cross_entropy(rows, weight, bias, target, tail, label_smoothing, reduction, dtype)
     n = rows.shape[0]
     scale = 1.0 / n if reduction == "mean" and n else 1.0
+    triton = backend == "triton" and dtype != torch.float64 and scale_and_cap(tail) is not None
     loss: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype
+        rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype, triton
     )
     return loss * float("nan") if reduction == "mean" and not n else loss

@@ -1,4 +1,4 @@
-"""Consumers that read logits row by row: cross entropy and argmax."""
+"""Losses on lazy logits and log-probabilities: only the rows that count are computed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_liger.head.lazy import Head, LazyRows, View, handles
-from lightning_liger.head.linear_cross_entropy import apply_tail, chunk_rows, head_product, linear_cross_entropy
+from lightning_liger.head.lazy import LazyRows, View, handles
+from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
+from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
+from lightning_liger.head.per_row import Program, per_row
+from lightning_liger.head.rowwise import rowwise
+from lightning_liger.head.tail import has_known_slope
+from lightning_liger.head.view import Source
+
+_REDUCTIONS = ("mean", "sum", "none")
 
 
 @handles(F.cross_entropy)
@@ -26,46 +33,128 @@ def cross_entropy(
 ) -> Any:
     """:func:`torch.nn.functional.cross_entropy` on rows whose label counts.
 
+    Args:
+        input: ``(N, V)``, ``(V,)``, ``(N, V, d1, ...)``.
+        target: class ids ``(N, d1, ...)``, or probabilities of ``input``'s shape (then every row counts).
+
     Raises:
         IndexError: a label outside of the vocabulary that is not ``ignore_index``.
     """
-    if (
-        not isinstance(input, LazyRows)
-        or isinstance(target, LazyRows)
-        or size_average is not None
-        or reduce is not None
-    ):
+    if not _is_loss_input(input, target, size_average, reduce, reduction) or isinstance(weight, LazyRows):
         return NotImplemented
     view = input.view_
-    head = view.source.head
-    class_dim = 1 if input.dim() > 1 else 0
-    if head is None or view.vdim != class_dim or view.position.dim() == 0 or reduction not in ("mean", "sum", "none"):
+    if target.shape == input.shape and target.is_floating_point():
+        return _against_probabilities(input, target, weight, reduction, label_smoothing)
+
+    def program(z: Tensor, labels: Tensor) -> tuple[Tensor]:
+        w = None if weight is None else weight.to(z.dtype)
+        return (F.cross_entropy(z, labels, w, reduction="none", label_smoothing=label_smoothing),)
+
+    simple = view if weight is None and isinstance(view.source, Source) and has_known_slope(view.tail) else None
+    if weight is not None and weight.requires_grad:
         return NotImplemented
+    return _labelled(input, target, ignore_index, reduction, program, simple, weight, label_smoothing)
+
+
+@handles(F.nll_loss)
+def nll_loss(
+    input: LazyRows,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """:func:`torch.nn.functional.nll_loss`; after a log-softmax it is the cross entropy of what went in."""
+    if not _is_loss_input(input, target, size_average, reduce, reduction) or isinstance(weight, LazyRows):
+        return NotImplemented
+    if weight is not None and weight.requires_grad:
+        return NotImplemented
+    view = input.view_
+
+    def program(z: Tensor, labels: Tensor) -> tuple[Tensor]:
+        return (F.nll_loss(z, labels, None if weight is None else weight.to(z.dtype), reduction="none"),)
+
+    simple = None
+    if weight is None and isinstance(view.source, Source) and view.tail and view.tail[-1].kind == "log_softmax":
+        before = view.tail[:-1]
+        simple = replace(view, tail=before) if has_known_slope(before) else None
+    return _labelled(input, target, ignore_index, reduction, program, simple, weight, 0.0)
+
+
+def _is_loss_input(input: Any, target: Any, size_average: Any, reduce: Any, reduction: str) -> bool:
+    if not isinstance(input, LazyRows) or not isinstance(target, Tensor) or isinstance(target, LazyRows):
+        return False
+    view = input.view_
+    class_dim = 1 if input.dim() > 1 else 0
+    known = size_average is None and reduce is None and reduction in _REDUCTIONS
+    return known and has_head(view) and view.vdim == class_dim and target.device == view.source.device
+
+
+def _labelled(
+    input: LazyRows,
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    program: Program,
+    simple: View | None,
+    weight: Tensor | None,
+    smoothing: float,
+) -> Any:
+    """A loss of class ids. ``simple``: the view whose plain cross entropy it is, for the one-pass kernels."""
+    view = input.view_
     if target.shape != view.position.shape or target.dtype not in (torch.int64, torch.uint8):
         return NotImplemented
     flat = target.reshape(-1)
     keep = (flat != ignore_index).nonzero()[:, 0]
-    labels, position = flat[keep].long(), view.position.reshape(-1)[keep]
-    view = _scored_view(view, head, labels, position)
-    head.report.scored(flat.numel(), keep.numel())
-    rows = view.rows(position)
-    if weight is not None:
-        losses = _with_class_weights(view, head, rows, labels, weight, reduction, label_smoothing)
-    else:
+    labels, position = flat[keep].long(), view.flat[keep]
+    on_padding = _checked(view, labels, position)
+    if on_padding and reduction == "none":
+        # The losses of padded positions are often masked away afterwards: leave them to whoever reads them.
+        return _each_loss(input, target, ignore_index, program)
+    input.consume("the loss")
+    view.source.head.report.scored(flat.numel(), keep.numel())
+    if on_padding:
+        view = view.scored("the loss")
+        simple = None if simple is None else replace(simple, source=view.source)
+    if simple is not None:
+        head = simple.source.head
         losses = linear_cross_entropy(
-            rows,
+            simple.rows(position),
             head.weight,
             head.bias,
             labels,
-            tail=view.tail,
-            label_smoothing=label_smoothing,
+            tail=simple.tail,
+            label_smoothing=smoothing,
             reduction=reduction,
             dtype=head.dtype,
             backend=head.backend,
         )
+    elif reduction == "none":
+        (losses,) = per_row(view, position, program, (labels,))
+    else:
+        share = 1.0 / keep.numel() if reduction == "mean" and keep.numel() and weight is None else 1.0
+        (losses,) = per_row(view, position, program, (labels,), scale=share)
+        if reduction == "mean" and weight is not None:
+            losses = losses / weight.to(losses.dtype)[labels].sum()
+        elif reduction == "mean" and not keep.numel():
+            losses = losses * float("nan")
     if reduction == "none":
         losses = losses.new_zeros(flat.numel()).index_put((keep,), losses).view(target.shape)
     return losses.to(_loss_dtype(input))
+
+
+def _each_loss(input: LazyRows, target: Tensor, ignore_index: int, program: Program) -> Tensor:
+    ignored = target == ignore_index
+    labels = target.masked_fill(ignored, 0).long()
+
+    def masked(z: Tensor, labels: Tensor, ignored: Tensor) -> tuple[Tensor]:
+        (loss,) = program(z, labels)
+        return (loss.masked_fill(ignored, 0.0),)
+
+    (found,) = rowwise(input, masked, "the loss", (labels, ignored))
+    return found.to(_loss_dtype(input)).masked_fill(ignored, 0.0)
 
 
 def _loss_dtype(logits: LazyRows) -> torch.dtype:
@@ -74,14 +163,18 @@ def _loss_dtype(logits: LazyRows) -> torch.dtype:
     return torch.float32 if torch.is_autocast_enabled(kind) and logits.dtype != torch.float64 else logits.dtype
 
 
-def _scored_view(view: View, head: Head, labels: Tensor, position: Tensor) -> View:
-    """Check labels and rows with one read of the device; answer with a view that has every row the labels name."""
-    source = view.source
-    row = position if source.row_of is None else source.row_of[position]
+def _checked(view: View, labels: Tensor, position: Tensor) -> bool:
+    """Check labels with one read of the device; whether padded positions are among those that count.
+
+    Raises:
+        IndexError: a label outside of the vocabulary.
+    """
     if not labels.numel():
-        return view
-    low, high, first_row = torch.stack((labels.min(), labels.max(), row.min())).tolist()
-    vocab = head.weight.shape[0]
+        return False
+    pads = view.padding(position)
+    padded = labels.new_zeros(()) if pads is None else pads.any().to(labels.dtype)
+    low, high, on_padding = torch.stack((labels.min(), labels.max(), padded)).tolist()
+    vocab = view.source.width
     if low < 0 or high >= vocab:
         wrong = low if low < 0 else high
         raise IndexError(
@@ -89,43 +182,64 @@ def _scored_view(view: View, head: Head, labels: Tensor, position: Tensor) -> Vi
             "ignore_index for positions that do not count). Check the tokenizer against the model "
             "(model.resize_token_embeddings) and the ignore_index of the loss."
         )
-    if first_row >= 0 or source.plain is None:
-        return view
-    source.plain.scored("the loss")
-    return replace(view, source=source.padded(source.plain.value(source.path)))
+    return bool(on_padding)
 
 
-def _with_class_weights(
-    view: View, head: Head, rows: Tensor, labels: Tensor, weight: Tensor, reduction: str, label_smoothing: float
-) -> Tensor:
-    """Class weights need every logit of a row once more; only the labelled rows are computed."""
-    logits = replace(
-        view,
-        source=replace(view.source, rows=rows, row_of=None, plain=None),
-        position=torch.arange(rows.shape[0], device=rows.device),
-        vdim=1,
-    ).dense()
-    head.report.materialised("cross_entropy(weight=...)")
-    return F.cross_entropy(logits.float(), labels, weight, reduction=reduction, label_smoothing=label_smoothing)
-
-
-@handles(torch.argmax, torch.Tensor.argmax)
-def argmax(input: LazyRows, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Predicted ids, chunk by chunk."""
+def _against_probabilities(
+    input: LazyRows, target: Tensor, weight: Tensor | None, reduction: str, smoothing: float
+) -> Any:
     view = input.view_
-    head = view.source.head
-    if head is None or dim is None or dim % len(view.shape) != view.vdim:
+    given = given_view(target, view)
+    if given is None:
         return NotImplemented
-    with torch.no_grad():
-        view = input.readable("argmax")
-        flat = view.position.reshape(-1)
-        found = torch.empty_like(flat)
-        source = view.source
-        step = chunk_rows(source.width, flat.device)
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            row = part if source.row_of is None else source.row_of[part].clamp_min(0)
-            logits = head_product(source.rows[row], head.weight, head.bias, head.dtype)
-            found[start : start + step] = apply_tail(logits, view.tail).argmax(-1)
-    found = found.view(view.position.shape)
-    return found.unsqueeze(view.vdim) if keepdim else found
+    vocab = view.source.width
+
+    def op(z: Tensor, p: Tensor) -> Tensor:
+        p = p.to(z.dtype)
+        if smoothing:
+            p = p * (1 - smoothing) + smoothing / vocab
+        terms = -torch.log_softmax(z, -1) * p
+        return terms if weight is None else terms * weight.to(z.dtype)
+
+    from lightning_liger.head.lazy import lazy
+
+    terms = lazy(joined(op, view, given, view.vdim, _loss_dtype(input)))
+    terms.parents, terms.replay = (
+        (input,),
+        lambda values: op(values.movedim(view.vdim, -1), target.movedim(view.vdim, -1)).movedim(-1, view.vdim),
+    )
+    if reduction == "none":
+        return terms.sum(view.vdim)
+    total = terms.sum()
+    return total if reduction == "sum" else total / max(1, view.position.numel())
+
+
+@handles(F.kl_div)
+def kl_div(
+    input: Any,
+    target: Any,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    """:func:`torch.nn.functional.kl_div` between lazy log-probabilities, or one of them and an ordinary tensor."""
+    if size_average is not None or reduce is not None or reduction not in (*_REDUCTIONS, "batchmean"):
+        return NotImplemented
+    tensor = input if isinstance(input, LazyRows) else target
+    other = target if tensor is input else input
+    if not isinstance(tensor, LazyRows) or not isinstance(other, Tensor) or other.shape != tensor.shape:
+        return NotImplemented
+    if aligned(tensor, other) is None:
+        return NotImplemented
+
+    def pointwise(i: Tensor, t: Tensor) -> Tensor:
+        return t.exp() * (t - i) if log_target else torch.xlogy(t, t) - t * i
+
+    terms = mixed(pointwise, input, target)
+    if terms is NotImplemented or reduction == "none":
+        return terms
+    total = terms.sum()
+    if reduction == "batchmean":
+        return total / tensor.shape[0]
+    return total if reduction == "sum" else total / tensor.numel()

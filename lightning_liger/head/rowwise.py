@@ -1,0 +1,61 @@
+"""One answer per position: run a reader on the rows that are known, and leave padding to whoever asks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_liger.head.lazy import LazyRows, View
+from lightning_liger.head.per_row import Program, per_row
+from lightning_liger.head.unsettled import unsettled
+
+
+def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+    """``program`` at every position of ``tensor``.
+
+    Args:
+        program: as for :func:`per_row`: from ``(n, V)`` to a tuple of tensors with ``n`` rows.
+        what: the reader's name, for reports and errors.
+        extras: tensors of ``(*lead, ...)``, cut like the rows.
+
+    Returns:
+        Tensors of ``(*lead, ...)``, where ``lead`` is the tensor's shape without the vocabulary. Rows of padding are
+        not computed; see :class:`lightning_liger.head.unsettled.Unsettled`.
+    """
+    view = tensor.view_
+    tensor.consume(what)
+    lead, flat = view.position.shape, view.flat
+    flat_extras = tuple(e.reshape(flat.numel(), *e.shape[len(lead) :]) for e in extras)
+    pads = view.padding(flat)
+    keep = None if pads is None else (~pads).nonzero()[:, 0]
+    differentiable = torch.is_grad_enabled() and tensor.node is not None
+    whole = pads is None or keep is None or keep.numel() == flat.numel()
+    if differentiable:  # metrics are not what the head's rows are counted for
+        view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
+    if whole or pads is None or keep is None:
+        return tuple(o.view(*lead, *o.shape[1:]) for o in per_row(view, flat, program, flat_extras))
+    known = per_row(view, flat[keep], program, tuple(e[keep] for e in flat_extras))
+    filled: list[tuple[Tensor, ...]] = []
+
+    def fill() -> tuple[Tensor, ...]:
+        if not filled:
+            full = view.with_padding(what, differentiable)
+            found = per_row(full, flat, program, flat_extras)
+            filled.append(tuple(o.view(*lead, *o.shape[1:]) for o in found))
+            for o in filled[0]:
+                full.watch_padding(o, what)
+        return filled[0]
+
+    return tuple(_scattered(o, i, keep, pads.view(lead), lead, fill) for i, o in enumerate(known))
+
+
+def _scattered(known: Tensor, i: int, keep: Tensor, pads: Tensor, lead: torch.Size, fill: object) -> Tensor:
+    values = known.new_zeros(pads.numel(), *known.shape[1:]).index_put((keep,), known)
+    values = values.view(*lead, *known.shape[1:])
+    unknown = pads.view(*lead, *(1,) * (known.dim() - 1)).expand(values.shape)
+    return unsettled(values, unknown, lambda: fill()[i])  # type: ignore[operator]
+
+
+def readable_dtype(view: View, z: Tensor) -> Tensor:
+    """``z`` rounded as the user's logits would be: ties between ids must fall as they do there."""
+    return z.to(view.dtype)

@@ -1,0 +1,280 @@
+"""What a lazy tensor stands for: hidden rows, a map from logical positions to rows, a head, and steps after it.
+
+A :class:`Source` is a set of rows under one head (or the hidden states themselves). :class:`Given` is an ordinary
+tensor that takes part in an expression, :class:`Mix` an element-wise function of two views of equal shape (a
+distillation loss of student and teacher, ``p * log p``). A :class:`View` is a logical tensor over any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_liger.head.linear_cross_entropy import head_product
+from lightning_liger.head.tail import TailOp, apply_tail
+from lightning_liger.report import HeadReport
+
+
+class PlainSource(Protocol):
+    """Where the values at padded positions come from (``padding/boundary.py``)."""
+
+    def value(self, path: tuple[Any, ...]) -> Tensor:
+        """``(B, S, H)`` hidden states of the padded run."""
+
+    def scored(self, what: str) -> None:
+        """A loss counts padded positions: the call should have been padded."""
+
+    def read(self, path: tuple[Any, ...], what: str, differentiable: bool) -> Tensor | None:
+        """Padded hidden states for a reader of padded positions; None where they may, or must, read as zero."""
+
+    def watch(self, what: str) -> Callable[[Tensor], None] | None:
+        """A gradient hook on zeroed values that raises if the reader depends on padded positions; None if it is known."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the memory of ``tensor`` was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output projection: ``weight`` ``(V, H)``, ``bias`` ``(V,)`` or None, ``dtype`` of its product."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    backend: str
+    report: HeadReport
+
+
+@dataclass(frozen=True)
+class Source:
+    """What lazy tensors are views of.
+
+    Attributes:
+        rows: ``(N, H)`` hidden rows.
+        row_of: ``(P,)`` int64 row of each padded position, -1 for padding; None when position and row are the same.
+        root: the position map of the unsliced tensor, ``(B, S)``.
+        head: the projection, or None for the hidden states themselves.
+        plain: how to get padded positions; None when there are none.
+        path: where the hidden states stood in the backbone's output.
+    """
+
+    rows: Tensor
+    row_of: Tensor | None
+    root: Tensor
+    head: Head | None = None
+    plain: PlainSource | None = None
+    path: tuple[Any, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return self.rows.shape[-1] if self.head is None else self.head.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def padded(self, value: Tensor) -> Source:
+        """The same source over the hidden states of the padded run."""
+        return replace(self, rows=value.reshape(-1, value.shape[-1]), row_of=None, plain=None)
+
+    def hidden_at(self, position: Tensor) -> Tensor:
+        """``(*position.shape, H)`` hidden rows; padding reads as zero."""
+        if self.row_of is None:
+            whole = position is self.root
+            return self.rows.view(*self.root.shape, -1) if whole else self.rows[position]
+        row = self.row_of[position]
+        hidden = self.rows[row.clamp_min(0)]
+        return hidden if self.plain is None else hidden.masked_fill((row < 0).unsqueeze(-1), 0.0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """An ordinary tensor in an expression: ``values`` ``(Q, V)`` or ``(Q, 1)``, one row for each position."""
+
+    values: Tensor
+    root: Tensor
+    head: None = None
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
+@dataclass(frozen=True)
+class Mix:
+    """``op(left, right)``, element by element, of two views with the same leading shape; the vocabulary is last."""
+
+    op: Callable[[Tensor, Tensor], Tensor]
+    left: View
+    right: View
+    root: Tensor
+
+    @property
+    def width(self) -> int:
+        return max(self.left.source.width, self.right.source.width)
+
+    @property
+    def device(self) -> torch.device:
+        return self.left.source.device
+
+    @property
+    def head(self) -> Head | None:
+        return self.left.source.head or self.right.source.head
+
+
+AnySource: TypeAlias = Source | Given | Mix
+
+
+@dataclass(frozen=True)
+class View:
+    """A logical tensor over a source: ``position`` holds its shape without the last-dim-to-be, which sits at ``vdim``."""
+
+    source: Any  # AnySource; most code knows which one it has
+    position: Tensor
+    vdim: int
+    tail: tuple[TailOp, ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead = tuple(self.position.shape)
+        return (*lead[: self.vdim], self.source.width, *lead[self.vdim :])
+
+    @property
+    def flat(self) -> Tensor:
+        return self.position.reshape(-1)
+
+    def is_hidden_rows(self) -> bool:
+        """Whether these are hidden states as a head takes them."""
+        source = self.source
+        return isinstance(source, Source) and source.head is None and self.vdim == self.position.dim() and not self.tail
+
+    def rows(self, position: Tensor) -> Tensor:
+        """Hidden rows at ``position`` (any shape, no padding among them)."""
+        row_of = self.source.row_of
+        rows: Tensor = self.source.rows[position if row_of is None else row_of[position]]
+        return rows
+
+    # -- the tensors behind it ---------------------------------------------------------------------------------------
+
+    def leaves(self) -> Iterator[Source | Given]:
+        if isinstance(self.source, Mix):
+            yield from self.source.left.leaves()
+            yield from self.source.right.leaves()
+        else:
+            yield self.source
+
+    def tensors(self) -> list[Tensor]:
+        """Every distinct tensor that gradients can reach."""
+        found: dict[int, Tensor] = {}
+        self.mapped(lambda t: found.setdefault(id(t), t))
+        return list(found.values())
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> View:
+        """The same view over other rows, weights and given values."""
+        source = self.source
+        if isinstance(source, Mix):
+            made: AnySource = replace(source, left=source.left.mapped(function), right=source.right.mapped(function))
+        elif isinstance(source, Given):
+            made = replace(source, values=function(source.values))
+        else:
+            head = source.head
+            if head is not None:
+                bias = None if head.bias is None else function(head.bias)
+                head = replace(head, weight=function(head.weight), bias=bias)
+            made = replace(source, rows=function(source.rows), head=head)
+        return replace(self, source=made)
+
+    # -- padding -----------------------------------------------------------------------------------------------------
+
+    def padding(self, position: Tensor | None = None) -> Tensor | None:
+        """Where the view's positions are padding, bool in ``position``'s shape; None if there is no padding at all."""
+        position = self.position if position is None else position
+        source = self.source
+        if isinstance(source, Mix):
+            left = source.left.padding(source.left.flat[position])
+            right = source.right.padding(source.right.flat[position])
+            return left | right if left is not None and right is not None else right if left is None else left
+        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+            return None
+        pads: Tensor = source.row_of[position] < 0
+        return pads
+
+    def with_padding(self, what: str, differentiable: bool) -> View:
+        """The view over the padded run's hidden states, wherever they can be had."""
+        source = self.source
+        if isinstance(source, Mix):
+            left = source.left.with_padding(what, differentiable)
+            right = source.right.with_padding(what, differentiable)
+            return replace(self, source=replace(source, left=left, right=right))
+        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+            return self
+        value = source.plain.read(source.path, what, differentiable)
+        if value is None:
+            if not differentiable:
+                # nothing could tell later whether somebody relied on the zeros
+                source.plain.scored(what)
+            return self
+        return replace(self, source=source.padded(value))
+
+    def scored(self, what: str) -> View:
+        """The view over the padded run, because a loss is known to count padded positions."""
+        source = self.source
+        if isinstance(source, Mix):
+            left, right = source.left.scored(what), source.right.scored(what)
+            return replace(self, source=replace(source, left=left, right=right))
+        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+            return self
+        source.plain.scored(what)
+        return replace(self, source=source.padded(source.plain.value(source.path)))
+
+    def watch_padding(self, values: Tensor, what: str) -> None:
+        """Where ``values`` hold zeros for padding that could not be computed: check that no gradient comes back there."""
+        pads = self.padding()
+        plains = [s.plain for s in self.leaves() if isinstance(s, Source) and s.plain is not None]
+        if pads is None or not values.requires_grad or all(p.watch(what) is None for p in plains):
+            return
+        vdim = self.vdim if values.shape == self.shape else None
+
+        def check(grad: Tensor) -> None:
+            if bool((grad if vdim is None else grad.movedim(vdim, -1))[pads].any()):
+                for plain in plains:
+                    plain.scored(what)
+
+        values.register_hook(check)
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def dense(self) -> Tensor:
+        """The values, differentiable; padded positions read as a zero hidden row."""
+        with torch.autocast(self.source.device.type, enabled=False):
+            return self._at(self.position).movedim(-1, self.vdim)
+
+    def _at(self, position: Tensor) -> Tensor:
+        source = self.source
+        if isinstance(source, Mix):
+            left, right = source.left, source.right
+            if position is not source.root:
+                left = replace(left, position=left.flat[position])
+                right = replace(right, position=right.flat[position])
+            values = source.op(left._at(left.position), right._at(right.position))
+        elif isinstance(source, Given):
+            values = source.values[position]
+        else:
+            values = source.hidden_at(position)
+            if source.head is not None:
+                values = head_product(values, source.head.weight, source.head.bias, source.head.dtype)
+        if self.tail:
+            # a float() before the steps lets them run in fp32; a bfloat16() after them comes last
+            values = values.to(torch.promote_types(values.dtype, self.dtype))
+        return apply_tail(values, self.tail).to(self.dtype)
