@@ -119,7 +119,7 @@ class Accelerated:
                 continue
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
-            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict.positions)
+            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict)
             report.applied += 1
             report.name(type(backbone).__name__)
 

@@ -36,6 +36,10 @@ class PackingError(RuntimeError):
     """A packed call reached code that would have ignored the document boundaries."""
 
 
+class BackendError(PackingError):
+    """The attention backend that the user chose cannot run this model."""
+
+
 @dataclass(frozen=True)
 class PackedCall:
     """What the attention layers of one packed call need to know; passed along as ``packed_call=``."""
@@ -147,7 +151,7 @@ def attention_forward(
     if can_use_varlen(module, query, value, packed_call.backend, kwargs):
         return _varlen(module, query, key, value, packed_call.layout, kwargs), None
     if packed_call.backend == "varlen":
-        raise PackingError(
+        raise BackendError(
             f"attention='varlen' cannot run {type(module).__name__}: it needs CUDA, fp16 or bf16, a head size up to "
             "256, and no dropout, soft-cap or sinks. Use attention='auto'."
         )
@@ -213,7 +217,8 @@ def _document_mask(length: int, causal: bool, window: int | None, like: Tensor, 
     allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if windowed:
         assert window is not None
-        allowed &= distance < window if causal else distance.abs() <= window
+        # as flash attention counts it: a window of w reaches w - 1 tokens, on either side where it is not causal
+        allowed &= distance.abs() < window
     if not additive:
         return allowed[None, None]
     zero = torch.zeros((), dtype=like.dtype, device=like.device)

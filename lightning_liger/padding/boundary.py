@@ -8,29 +8,34 @@ out looks like ``(B, S, H)`` again. The user's code, the collate function and th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_liger.head.lazy import LazyRows, PlainSource
-from lightning_liger.padding.attention import PackedCall, PackingError, inside_packed_call, packed_attention
+from lightning_liger.head.lazy import LazyRows
+from lightning_liger.padding.attention import (
+    BackendError,
+    PackedCall,
+    PackingError,
+    inside_packed_call,
+    packed_attention,
+)
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
-from lightning_liger.patching import Rebound, Switch, bypass
-from lightning_liger.report import NO_PADDING, PaddingReport
+from lightning_liger.padding.plain import PlainRun, deferred_cache
+from lightning_liger.padding.sources import Unsuitable, find_layout
+from lightning_liger.padding.verdict import Verdict
+from lightning_liger.patching import Rebound, Switch
+from lightning_liger.report import PaddingReport
 
 # Arguments of a backbone whose meaning is known, besides the token ones handled one by one below.
 _TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids")
 _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 _CACHES = ("past_key_values", "cache", "past_key_value")
-POSITIONS = ("columns", "restart", "restart_after_pad")
-
-
-class Unsuitable(Exception):
-    """This call runs as it is; the text says why."""
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class PackedBackbone(Rebound):
@@ -42,34 +47,52 @@ class PackedBackbone(Rebound):
         book: where layouts of the batch in flight are kept.
         report: counters and reasons.
         backend: ``attention`` option.
-        positions: which position ids the padded run would have used for a token, see :meth:`_positions`.
+        verdict: what was learnt about the architecture: position ids, causality, the KV cache it returns.
     """
 
     def __init__(
-        self, module: nn.Module, switch: Switch, book: LayoutBook, report: PaddingReport, backend: str, positions: str
+        self,
+        module: nn.Module,
+        switch: Switch,
+        book: LayoutBook,
+        report: PaddingReport,
+        backend: str,
+        verdict: Verdict,
     ) -> None:
         super().__init__(module, switch)
         self.book = book
         self.report = report
         self.backend = backend
-        self.positions = positions
+        self.verdict = verdict
         self.off: dict[bool, str] = {}
-        self.pads_unread = False
         parameters = inspect.signature(type(module).forward).parameters
         self._names = tuple(parameters)[1:]
         self._variadic = tuple(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)
         self._sharded: bool | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)  # traced code has one shape, and no documents in it
+        if torch.is_grad_enabled() in self.off:
+            count_call(self.report, self.book, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            return self.original(*args, **kwargs)
         try:
             call = self._named(args, kwargs)
             layout = self._layout(call)
         except (Unsuitable, NotPackable) as reason:
             self.report.left_padded(str(reason))
             return self.original(*args, **kwargs)
+        try:
+            output = self._run(call, layout, PlainRun(self, args, self._by_name(call, kwargs), layout))
+        except BackendError:
+            raise  # the user's choice of backend cannot do this
+        except PackingError as reason:
+            if self.is_sharded():
+                raise
+            self.leave_padded(str(reason), training=torch.is_grad_enabled())
+            return self.original(*args, **kwargs)
         self.report.packed(layout)
-        plain = _PlainRun(self, args, kwargs, layout)
-        return self._run(call, layout, plain)
+        return output
 
     # -- going in ------------------------------------------------------------------------------------------------
 
@@ -85,43 +108,37 @@ class PackedBackbone(Rebound):
             Unsuitable, NotPackable: the call must run as it is.
             ValueError: the call cannot be right either way.
         """
-        if torch.compiler.is_compiling():
-            raise Unsuitable("torch.compile traces the backbone")
-        count_call(self.report, self.book, call)
-        if (reason := self.off.get(torch.is_grad_enabled())) is not None:
-            raise Unsuitable(reason)
+        config = self.module.config
         tokens = _first(call, "input_ids", "inputs_embeds")
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.numel() == 0:
             raise Unsuitable("no (B, S) tokens in the call")
         shape = (tokens.shape[0], tokens.shape[1])
-        if any(call.get(name) is not None for name in _CACHES) or call.get("use_cache"):
+        self.report.seen(shape)
+        if any(call.get(name) is not None for name in _CACHES):
             raise Unsuitable("a KV cache is in use")
-        if call.get("output_attentions") or getattr(self.module.config, "output_attentions", False):
+        if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise Unsuitable("attention weights were asked for")
-        if call.get("output_router_logits") or getattr(self.module.config, "output_router_logits", False):
+        if call.get("output_router_logits") or getattr(config, "output_router_logits", False):
             raise Unsuitable("router logits are counted per position")
-        if call.get("cu_seq_lens_q") is not None:
-            raise Unsuitable("the call is packed already (cu_seq_lens_q)")
+        if self.verdict.cache_problem and self._wants_cache(call):
+            raise Unsuitable(f"a KV cache is asked for ({self.verdict.cache_problem})")
         self._check_arguments(call, shape)
-        mask = call.get("attention_mask")
-        if mask is None:
-            raise Unsuitable("no attention_mask was passed")
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise Unsuitable("the attention mask is not (B, S)")
-        if tuple(mask.shape) != shape:
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)} but the tokens have shape {shape}: each token needs "
-                "its own mask value. Pad both alike in the collate function."
-            )
-        layout = self.book.layout(mask)
-        if not layout.has_padding:
-            raise Unsuitable(NO_PADDING)
         if not torch.is_grad_enabled() and self.is_sharded():
             raise Unsuitable("evaluation of a sharded model")
-        return layout
+        pad = getattr(config, "pad_token_id", None)
+        return find_layout(
+            call,
+            tokens,
+            self.book,
+            self.report.left_padded,
+            causal=self.verdict.causal,
+            flash=str(config._attn_implementation).startswith("flash"),
+            pad=pad if isinstance(pad, int) else None,
+        )
 
     def _check_arguments(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
-        known = {*_TOKEN_ARGUMENTS, *_FLAGS, *_CACHES, "attention_mask", "position_ids", "output_router_logits"}
+        known = {*_TOKEN_ARGUMENTS, *_FLAGS, *_CACHES, *_PACKED, "attention_mask", "position_ids"}
+        known.add("output_router_logits")
         for name, value in call.items():
             if name in known or value is None:
                 continue
@@ -138,7 +155,7 @@ class PackedBackbone(Rebound):
     def _positions(self, call: dict[str, Any], layout: Layout, device: torch.device) -> Tensor:
         """The ids the padded run would have given each real token.
 
-        ``columns``: its column in the padded batch; ``restart``: counted from its document's first token;
+        ``columns``: its column in the padded batch; ``restart``: counted from its row's first token;
         ``restart_after_pad``: the same plus ``pad_token_id + 1`` (the RoBERTa family). The probe found which.
         """
         placed = layout.on(device)
@@ -146,14 +163,14 @@ class PackedBackbone(Rebound):
         if given is not None:
             wide = given.expand(*given.shape[:-2], *layout.shape)
             return wide.flatten(-2)[..., placed.gather].unsqueeze(-2)
-        if self.positions == "columns":
+        if self.verdict.positions == "columns":
             return (placed.gather % layout.shape[1])[None]
-        offset = 0 if self.positions == "restart" else int(self.module.config.pad_token_id) + 1
+        offset = 0 if self.verdict.positions == "restart" else int(self.module.config.pad_token_id) + 1
         return (placed.restart + offset)[None]
 
     # -- the packed run and the way out --------------------------------------------------------------------------
 
-    def _run(self, call: dict[str, Any], layout: Layout, plain: PlainSource) -> Any:
+    def _run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
         tokens = _first(call, "input_ids", "inputs_embeds")
         placed = layout.on(tokens.device)
         packed = {k: v for k, v in call.items() if v is not None and k != "attention_mask"}
@@ -172,26 +189,62 @@ class PackedBackbone(Rebound):
         )
         if "use_cache" in self._names or self._variadic:
             packed["use_cache"] = False
+        as_tuple = self._wants_tuple(call)
+        if as_tuple:
+            packed["return_dict"] = True  # a tuple does not say what is missing from it
         with packed_attention(config), inside_packed_call():
             output = self.original(**packed)
-        return self._padded_again(output, layout, plain)
+        output = self._padded_again(output, layout, plain)
+        output = self._with_cache(output, call, plain)
+        return output.to_tuple() if as_tuple else output
 
-    def _padded_again(self, output: Any, layout: Layout, plain: PlainSource) -> Any:
+    def _wants_tuple(self, call: dict[str, Any]) -> bool:
+        wanted = call.get("return_dict")
+        if wanted is None:
+            wanted = getattr(self.module.config, "return_dict", True)
+        return not wanted and ("return_dict" in self._names or bool(self._variadic))
+
+    def _by_name(self, call: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a padded run whose output has names, as the packed one's has."""
+        return {**kwargs, "return_dict": True} if self._wants_tuple(call) else kwargs
+
+    def _padded_again(self, output: Any, layout: Layout, plain: PlainRun) -> Any:
         def widen(value: Any, path: tuple[Any, ...]) -> Any:
             if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, layout.tokens):
                 index = layout.on(value.device).index
-                return LazyRows.hidden(value[0], index, has_pads=True, plain=plain, path=path)
+                return LazyRows.hidden(value[0], index, has_pads=layout.has_padding, plain=plain, path=path)
             if isinstance(value, (tuple, list)):
                 return type(value)(widen(v, (*path, i)) for i, v in enumerate(value))
             if value is None:
                 return None
-            raise PackingError(f"{type(self.module).__name__} returns something that cannot be padded again: {path}")
+            raise PackingError(f"{type(self.module).__name__} returns {path}, which cannot be padded again")
 
-        if isinstance(output, (tuple, list)):
+        if not isinstance(output, Mapping):
             return widen(output, ())
-        for key in list(output.keys()):
-            output[key] = widen(output[key], (key,))
-        return output
+        made = {key: widen(value, (key,)) for key, value in output.items() if key != "pooler_output"}
+        if output.get("pooler_output") is not None:
+            made["pooler_output"] = self._pooled(made["last_hidden_state"])
+        return type(output)(**made)
+
+    def _pooled(self, hidden: Tensor) -> Tensor:
+        """What the pooler makes of ``(B, S, H)``: in the packed run it has seen one row of documents."""
+        pooler = getattr(self.module, "pooler", None)
+        if isinstance(pooler, nn.Linear):
+            return self.module.pooler_activation(pooler(hidden[:, 0]))
+        if not isinstance(pooler, nn.Module):
+            raise PackingError(f"{type(self.module).__name__} pools its hidden states in a way that is not known")
+        return pooler(hidden)
+
+    def _with_cache(self, output: Any, call: dict[str, Any], plain: PlainRun) -> Any:
+        """With the KV cache that the padded run would have returned, made when somebody touches it."""
+        if self.verdict.cache is None or not self._wants_cache(call) or not isinstance(output, Mapping):
+            return output
+        name, kind = self.verdict.cache
+        return type(output)(**{**output, name: deferred_cache(kind, plain, name)})
+
+    def _wants_cache(self, call: dict[str, Any]) -> bool:
+        wanted = call.get("use_cache")
+        return bool(getattr(self.module.config, "use_cache", False) if wanted is None else wanted)
 
     # -- what was learnt -----------------------------------------------------------------------------------------
 
@@ -208,67 +261,6 @@ class PackedBackbone(Rebound):
         if training not in self.off:
             self.off[training] = reason
             self.report.switched_off(type(self.module).__name__, reason, training=training)
-
-
-class _PlainRun(PlainSource):
-    """The padded run of one packed call, made when somebody reads a padded position."""
-
-    def __init__(self, backbone: PackedBackbone, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
-        self.backbone = backbone
-        self._args = args
-        self._kwargs = kwargs
-        self._layout = layout
-        self._with_gradients = torch.is_grad_enabled()
-        self._outputs: dict[bool, Any] = {}
-
-    def value(self, path: tuple[Any, ...]) -> Tensor:
-        """The padded run's output at ``path``; the run is made once per call (and once more for gradients)."""
-        graph = torch.is_grad_enabled()
-        found = self._outputs.get(True, self._outputs.get(graph))
-        if found is None:
-            with bypass("a padded position was read"):
-                found = self._outputs[graph] = self.backbone.original(*self._args, **self._kwargs)
-            self.backbone.report.ran_twice()
-        for step in path:
-            found = found[step]
-        return found
-
-    def scored(self, what: str) -> None:
-        if self.backbone.is_sharded():
-            raise self._cannot_run_again(what)
-        self.backbone.leave_padded(f"{what} reads padded positions", training=self._with_gradients)
-
-    def read(self, path: tuple[Any, ...], what: str, differentiable: bool) -> Tensor | None:
-        backbone = self.backbone
-        if backbone.is_sharded() or (differentiable and backbone.pads_unread):
-            return None
-        value = self.value(path)
-        if differentiable and value.requires_grad:
-            value.register_hook(self._check(what))
-        elif not self._with_gradients:
-            backbone.leave_padded(f"{what} reads padded positions", training=False)
-        return value
-
-    def watch(self, what: str) -> Callable[[Tensor], None] | None:
-        return None if self.backbone.pads_unread else self._check(what)
-
-    def _check(self, what: str) -> Callable[[Tensor], None]:
-        """A hook on ``(B, S, ·)`` values: does the loss depend on padded positions?"""
-
-        def check(grad: Tensor) -> None:
-            pads = self._layout.on(grad.device).index < 0
-            if not bool((grad[pads] != 0).any()):
-                self.backbone.pads_unread = True
-                return
-            self.scored(what)
-
-        return check
-
-    def _cannot_run_again(self, what: str) -> PackingError:
-        return PackingError(
-            f"{what} reads padded positions, whose values padding removal does not compute, and a sharded model "
-            "cannot be run again on one rank. Set padding_free=False."
-        )
 
 
 def _first(call: dict[str, Any], *names: str) -> Any:

@@ -8,6 +8,7 @@ its mask and nothing is read back from the device.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,11 @@ class Layout:
 
     Attributes:
         shape: ``(B, S)`` of the padded batch.
-        lengths: real tokens of each row; sums to ``T``.
+        lengths: tokens of each document; sums to ``T``. A document is a whole row's real tokens, or one of several
+            that share the row.
         gather: ``(T,)`` int64, CPU: position of each real token in the flattened ``B * S`` batch.
         index: ``(B, S)`` int64, CPU: packed row of each position, -1 where it is padding.
-        restart: ``(T,)`` int64, CPU: position of each token counted from its document's first real token.
+        restart: ``(T,)`` int64, CPU: position of each token counted from the first real token of its row.
     """
 
     shape: tuple[int, int]
@@ -51,29 +53,35 @@ class Layout:
         real = mask != 0
         if mask.dtype != torch.bool and not torch.equal(real.to(mask.dtype), mask):
             raise NotPackable("the attention mask holds values other than 0 and 1")
-        lengths = real.sum(1)
-        if (empty := (lengths == 0).nonzero()).numel():
-            rows = ", ".join(str(int(r)) for r in empty[:5, 0])
-            raise ValueError(
-                f"attention_mask marks every position of row {rows} as padding: an empty document cannot be trained "
-                "on. Drop such samples in the dataset or collate function, or set padding_free=False to let the model "
-                "see them as they are."
-            )
+        _refuse_empty_rows(real)
+        return Layout.from_documents(real.to(torch.int64))
+
+    @staticmethod
+    def from_documents(number: Tensor) -> Layout:
+        """Read a ``(B, S)`` integer map, CPU: 0 is padding, a run of one and the same number is a document.
+
+        Raises:
+            NotPackable: padding between the real tokens of a row.
+        """
+        real = number != 0
+        columns = torch.arange(number.shape[1])
         first = real.to(torch.uint8).argmax(1)
-        columns = torch.arange(mask.shape[1])
-        run = (columns >= first[:, None]) & (columns < (first + lengths)[:, None])
+        run = (columns >= first[:, None]) & (columns < (first + real.sum(1))[:, None])
         if not torch.equal(run, real):
             raise NotPackable("the attention mask has gaps between real tokens")
         gather = real.reshape(-1).nonzero()[:, 0]
-        index = torch.full((mask.numel(),), -1, dtype=torch.int64)
+        index = torch.full((number.numel(),), -1, dtype=torch.int64)
         index[gather] = torch.arange(gather.numel())
-        restart = (columns - first[:, None])[real]
+        begins = torch.ones_like(real)
+        begins[:, 1:] = number[:, 1:] != number[:, :-1]
+        starts = begins.reshape(-1)[gather].nonzero()[:, 0]
+        lengths = torch.diff(starts, append=torch.tensor([gather.numel()]))
         return Layout(
-            shape=(mask.shape[0], mask.shape[1]),
+            shape=(number.shape[0], number.shape[1]),
             lengths=tuple(int(n) for n in lengths.tolist()),
             gather=gather,
-            index=index.view(mask.shape),
-            restart=restart,
+            index=index.view(number.shape),
+            restart=(columns - first[:, None])[real],
         )
 
     @property
@@ -83,6 +91,10 @@ class Layout:
     @property
     def has_padding(self) -> bool:
         return self.tokens < self.shape[0] * self.shape[1]
+
+    @property
+    def documents_share_rows(self) -> bool:
+        return len(self.lengths) > self.shape[0]
 
     def on(self, device: torch.device) -> Placed:
         """This layout's tensors on ``device``, copied once and without waiting for the device."""
@@ -98,7 +110,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Placed:
-    """The tensors of a :class:`Layout` on one device; ``cu_seqlens`` is ``(B + 1,)`` int32."""
+    """The tensors of a :class:`Layout` on one device; ``cu_seqlens`` is int32, one more than documents."""
 
     gather: Tensor
     index: Tensor
@@ -110,12 +122,22 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _refuse_empty_rows(real: Tensor) -> None:
+    if (empty := (~real.any(1)).nonzero()).numel():
+        rows = ", ".join(str(int(r)) for r in empty[:5, 0])
+        raise ValueError(
+            f"attention_mask marks every position of row {rows} as padding: an empty document cannot be trained "
+            "on. Drop such samples in the dataset or collate function, or set padding_free=False to let the model "
+            "see them as they are."
+        )
+
+
 class LayoutBook:
     """Remembers, for the batch in flight, which CPU tensor each of its device tensors was copied from."""
 
     def __init__(self) -> None:
         self._origin: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[tuple[int, Hashable], Layout] = {}
         self.device_reads = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutBook:
@@ -144,19 +166,26 @@ class LayoutBook:
             return tensor if tensor.device.type == "cpu" else None
         return entry[2]
 
-    def layout(self, mask: Tensor) -> Layout:
-        """The layout of ``mask``, from the CPU where possible, else read back from the device (counted).
-
-        Raises:
-            NotPackable, ValueError: as :meth:`Layout.from_mask`.
-        """
-        source = self.origin(mask)
+    def read(self, tensor: Tensor) -> Tensor:
+        """The values of ``tensor`` on the CPU, read back from the device (counted) if they are not known there."""
+        source = self.origin(tensor)
         if source is None:
             self.device_reads += 1
-            return Layout.from_mask(mask)
-        if source is mask:
-            return Layout.from_mask(mask)
-        key = id(source)
+            source = tensor.detach().to("cpu")
+        return source
+
+    def layout(
+        self, tensor: Tensor, make: Callable[[Tensor], Layout] = Layout.from_mask, name: Hashable = "mask"
+    ) -> Layout:
+        """``make`` of the CPU values of ``tensor``; kept under ``name`` while the batch is in flight.
+
+        Raises:
+            NotPackable, ValueError: as ``make`` does.
+        """
+        source = self.origin(tensor)
+        if source is None or source is tensor:
+            return make(self.read(tensor))
+        key = (id(source), name)
         if key not in self._layouts:
-            self._layouts[key] = Layout.from_mask(source)
+            self._layouts[key] = make(source)
         return self._layouts[key]

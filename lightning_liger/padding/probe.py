@@ -7,8 +7,12 @@ position biases, masks of the model's own, keyword arguments that get lost on th
 
 from __future__ import annotations
 
+import inspect
 import json
-from dataclasses import dataclass
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +21,10 @@ from torch import Tensor
 from lightning_liger.head.lazy import LazyRows
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers
-from lightning_liger.padding.boundary import POSITIONS, PackedBackbone
+from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.layout import LayoutBook
 from lightning_liger.padding.tiny import tiny_config
+from lightning_liger.padding.verdict import POSITIONS, Verdict
 from lightning_liger.patching import Switch
 from lightning_liger.report import PaddingReport
 
@@ -27,15 +32,6 @@ from lightning_liger.report import PaddingReport
 # architectures of transformers is 4.5e-4.
 _TOLERANCE = 2e-5
 _LENGTHS = (5, 19, 13)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """``positions``: the position ids to use (see ``boundary.POSITIONS``), or None when the padding must stay."""
-
-    positions: str | None
-    reason: str = ""
-
 
 _VERDICTS: dict[str, Verdict] = {}
 
@@ -45,14 +41,56 @@ def packing_verdict(backbone: Any) -> Verdict:
     config = backbone.config
     try:
         key = f"{type(backbone).__module__}.{type(backbone).__qualname__} {json.dumps(config.to_dict(), default=str)}"
+        key += f" {config._attn_implementation}"
     except (TypeError, AttributeError, ValueError):
         key = f"{type(backbone)} {id(config)}"
     if key not in _VERDICTS:
-        # Tests and users may rely on the random stream; building a model must not move it.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with _apart():
             _VERDICTS[key] = _ask(backbone)
     return _VERDICTS[key]
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """As if nobody had asked: no random number drawn, nothing logged, and no mode of the caller's in the way."""
+    chatty = logging.getLogger("transformers")
+    level, dtype = chatty.level, torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        # loaders put ``Parameter`` registration and ``torch.nn.init`` under their own spell; the tiny model needs both
+        stack.enter_context(_plain_construction())
+        warnings.simplefilter("ignore")
+        chatty.setLevel(logging.CRITICAL + 1)
+        torch.set_default_dtype(torch.float32)
+        try:
+            torch.manual_seed(0)
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            chatty.setLevel(level)
+
+
+@contextmanager
+def _plain_construction() -> Iterator[None]:
+    """``nn.Module.register_parameter`` as torch defines it, where ``accelerate.init_empty_weights`` has replaced it."""
+    found = torch.nn.Module.register_parameter
+    if found.__module__ != "torch.nn.modules.module":
+        original = next((c.cell_contents for c in found.__closure__ or () if _is_torch_original(c.cell_contents)), None)
+        if original is not None:
+            torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = found  # type: ignore[method-assign]
+
+
+def _is_torch_original(value: Any) -> bool:
+    return getattr(value, "__qualname__", "") == "Module.register_parameter" and (
+        getattr(value, "__module__", "") == "torch.nn.modules.module"
+    )
 
 
 def _ask(backbone: Any) -> Verdict:
@@ -60,23 +98,32 @@ def _ask(backbone: Any) -> Verdict:
     try:
         tiny = _build(backbone)
     except Exception as error:  # any architecture, remote code included: what cannot be asked is left padded
-        return Verdict(None, f"no small {name} could be built to try it on ({type(error).__name__}: {error})")
+        return Verdict(None, f"no small {name} could be built to try it on ({_short(error)})")
+    try:
+        plain = {left: _plain(tiny, left) for left in (False, True)}
+    except Exception as error:  # the same
+        return Verdict(None, f"a small {name} does not run padded ({_short(error)})")
     best = float("inf")
     problem = ""
     for positions in POSITIONS:
         if positions == "restart_after_pad" and not isinstance(getattr(tiny.config, "pad_token_id", None), int):
             continue
         try:
-            difference = max(_difference(tiny, positions, left) for left in (False, True))
+            difference = max(_difference(tiny, positions, left, plain[left]) for left in (False, True))
         except Exception as error:  # an exception of the model's own code is an answer: it cannot be packed
-            problem = problem or f"{type(error).__name__}: {error}"
+            problem = problem or _short(error)
             continue
         if difference <= _TOLERANCE:
-            return Verdict(positions)
+            cache, problem = _cache(tiny)
+            return Verdict(positions, causal=_is_causal(tiny, plain[False]), cache=cache, cache_problem=problem)
         best = min(best, difference)
     if best < float("inf"):
         return Verdict(None, f"{name} gives another result without padding (difference {best:.1e})")
     return Verdict(None, f"{name} cannot run without padding ({problem})")
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def _build(backbone: Any) -> Any:
@@ -84,16 +131,8 @@ def _build(backbone: Any) -> Any:
     config._attn_implementation = backbone.config._attn_implementation or "eager"
     if config._attn_implementation not in ("eager", "sdpa"):
         config._attn_implementation = "sdpa" if getattr(type(backbone), "_supports_sdpa", False) else "eager"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
     config._experts_implementation = "eager"  # grouped kernels have no double precision
-    cls = _original_class(type(backbone))
-    try:
-        with torch.device("cpu"):
-            tiny = cls(config)
-    finally:
-        torch.set_default_dtype(before)
-    tiny = tiny.double().eval()
+    tiny = _original_class(type(backbone))(config).double().eval()
     with torch.no_grad():
         for parameter in tiny.parameters():
             if parameter.dim() >= 2:
@@ -110,7 +149,10 @@ def _original_class(cls: type) -> type:
     return cls
 
 
-def _batch(vocab: int, pad: int, left: bool) -> tuple[Tensor, Tensor]:
+def _batch(tiny: Any, left: bool) -> tuple[Tensor, Tensor]:
+    vocab = tiny.get_input_embeddings().num_embeddings
+    pad = getattr(tiny.config, "pad_token_id", None)
+    pad = pad if isinstance(pad, int) and 0 <= pad < vocab else 0
     longest = max(_LENGTHS)
     ids = torch.full((len(_LENGTHS), longest), pad)
     mask = torch.zeros_like(ids)
@@ -123,37 +165,72 @@ def _batch(vocab: int, pad: int, left: bool) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _difference(tiny: Any, positions: str, left: bool) -> float:
-    """Largest difference at real tokens between the padded and the packed run, relative to the largest value."""
-    vocab = tiny.get_input_embeddings().num_embeddings
-    pad = getattr(tiny.config, "pad_token_id", None)
-    ids, mask = _batch(vocab, pad if isinstance(pad, int) and 0 <= pad < vocab else 0, left)
+def _plain(tiny: Any, left: bool) -> dict[str, Tensor]:
+    ids, mask = _batch(tiny, left)
     with torch.no_grad():
-        plain = _tensors(tiny(input_ids=ids, attention_mask=mask))
-        report = PaddingReport("probe")
-        switch = Switch(True)
-        bound = [PackedAttention(layer, switch) for layer in attention_layers(tiny)]
-        backbone = PackedBackbone(tiny, switch, LayoutBook(), report, "auto", positions)
-        for binding in (*bound, backbone):
-            binding.bind()
-        try:
+        return _tensors(tiny(input_ids=ids, attention_mask=mask))
+
+
+def _difference(tiny: Any, positions: str, left: bool, plain: dict[str, Tensor]) -> float:
+    """Largest difference at real tokens between the padded and the packed run, relative to the largest value."""
+    ids, mask = _batch(tiny, left)
+    report = PaddingReport("probe")
+    switch = Switch(True)
+    bound = [PackedAttention(layer, switch) for layer in attention_layers(tiny)]
+    backbone = PackedBackbone(tiny, switch, LayoutBook(), report, "auto", Verdict(positions))
+    for binding in (*bound, backbone):
+        binding.bind()
+    try:
+        with torch.no_grad():
             packed = _tensors(tiny(input_ids=ids, attention_mask=mask))
-        finally:
-            for binding in (backbone, *bound):
-                binding.unbind()
+    finally:
+        for binding in (backbone, *bound):
+            binding.unbind()
     if not report.packed_calls:
         raise RuntimeError(report.off[0] if report.off else "the call was not packed")
     if plain.keys() != packed.keys():
         raise RuntimeError(f"the output has other parts: {sorted(plain.keys() ^ packed.keys())}")
+    return _worst(plain, packed, mask.bool())
+
+
+def _worst(plain: dict[str, Tensor], other: dict[str, Tensor], real: Tensor) -> float:
     worst = 0.0
     for name, value in plain.items():
-        other = packed[name]
-        if value.shape != other.shape or value.shape[:2] != mask.shape:
-            raise RuntimeError(f"output {name!r} is not one value per token")
-        real = mask.bool()
-        error = (value[real].double() - other[real].double()).abs().max()
-        worst = max(worst, float(error / value[real].abs().max().clamp_min(1e-12)))
+        found = other[name]
+        if value.shape != found.shape:
+            raise RuntimeError(f"output {name!r} has another shape")
+        if value.shape[:2] == real.shape:
+            value, found = value[real], found[real]
+        error = (value.double() - found.double()).abs().max()
+        worst = max(worst, float(error / value.abs().max().clamp_min(1e-12)))
     return worst if worst == worst else float("inf")
+
+
+def _is_causal(tiny: Any, plain: dict[str, Tensor]) -> bool:
+    """Whether real tokens come out the same when the padding behind them is not masked."""
+    ids, mask = _batch(tiny, left=False)
+    try:
+        with torch.no_grad():
+            return _worst(plain, _tensors(tiny(input_ids=ids)), mask.bool()) <= _TOLERANCE
+    except Exception:  # a model that must have a mask; nothing is inferred without one
+        return False
+
+
+def _cache(tiny: Any) -> tuple[tuple[str, type] | None, str]:
+    """Where in the output a KV cache is when one is asked for, and its class; and what went wrong in asking."""
+    from transformers import Cache
+
+    ids, mask = _batch(tiny, left=False)
+    takes = inspect.signature(type(tiny).forward).parameters.values()
+    if not any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in takes):
+        return None, ""
+    try:
+        with torch.no_grad():
+            output = tiny(input_ids=ids, attention_mask=mask, use_cache=True)
+    except Exception as error:  # the model's own code; a call that asks for a cache is then left alone
+        return None, _short(error)
+    items = output.items() if hasattr(output, "items") else ()
+    return next(((str(name), type(value)) for name, value in items if isinstance(value, Cache)), None), ""
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:

@@ -1,0 +1,112 @@
+"""What the padded run would have given, for whoever looks: padded positions, and the KV cache.
+
+Neither is computed by a packed call. Both are made by running the original call once, when they are first read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_liger.padding.attention import PackingError
+from lightning_liger.padding.layout import Layout
+from lightning_liger.patching import bypass
+
+if TYPE_CHECKING:
+    from lightning_liger.padding.boundary import PackedBackbone
+
+
+class PlainRun:
+    """The padded run of one packed call: the ``PlainSource`` of its lazy hidden states."""
+
+    def __init__(self, backbone: PackedBackbone, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
+        self.backbone = backbone
+        self._args = args
+        self._kwargs = kwargs
+        self._layout = layout
+        self._with_gradients = torch.is_grad_enabled()
+        self._outputs: dict[bool, Any] = {}
+
+    def output(self) -> Any:
+        """The whole output; the run is made once per call (and once more for gradients)."""
+        graph = torch.is_grad_enabled()
+        found = self._outputs.get(True, self._outputs.get(graph))
+        if found is None:
+            with bypass("a padded position was read"):
+                found = self._outputs[graph] = self.backbone.original(*self._args, **self._kwargs)
+            self.backbone.report.ran_twice()
+        return found
+
+    def value(self, path: tuple[Any, ...]) -> Tensor:
+        """The output at ``path``."""
+        found = self.output()
+        for step in path:
+            found = found[step]
+        return found
+
+    def cache(self, name: str) -> Any:
+        """The KV cache that the padded run leaves behind under ``name``; later calls like this one run padded."""
+        if self.backbone.is_sharded():
+            raise self._cannot_run_again("the KV cache")
+        self.backbone.leave_padded("the KV cache is used", training=self._with_gradients)
+        with torch.set_grad_enabled(self._with_gradients):
+            return getattr(self.output(), name)
+
+    def scored(self, what: str) -> None:
+        if self.backbone.is_sharded():
+            raise self._cannot_run_again(what)
+        self.backbone.leave_padded(f"{what} reads padded positions", training=self._with_gradients)
+
+    def read(self, path: tuple[Any, ...], what: str, differentiable: bool) -> Tensor | None:
+        if self.backbone.is_sharded():
+            return None
+        if differentiable or not self._with_gradients:
+            # Whether a later batch's loss depends on what is read there cannot be known, and packed and padded runs
+            # together cost more than the padded one alone.
+            self.backbone.leave_padded(f"{what} reads padded positions", training=self._with_gradients)
+        return self.value(path)
+
+    def watch(self, what: str) -> Callable[[Tensor], None] | None:
+        """A hook on ``(B, S, ·)`` values that were read with zeros at padded positions."""
+        if not self.backbone.is_sharded():
+            return None  # the reader was given the padded run's values
+
+        def check(grad: Tensor) -> None:
+            pads = self._layout.on(grad.device).index < 0
+            if bool((grad[pads] != 0).any()):
+                raise self._cannot_run_again(what)
+
+        return check
+
+    def _cannot_run_again(self, what: str) -> PackingError:
+        return PackingError(
+            f"{what} reads padded positions, whose values padding removal does not compute, and a sharded model "
+            "cannot be run again on one rank. Set padding_free=False."
+        )
+
+
+@functools.cache
+def _deferred_type(kind: type) -> type:
+    def __init__(self: Any, plain: PlainRun, name: str) -> None:
+        object.__setattr__(self, "_liger_made", (plain, name))
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if name != "__class__":
+            made = object.__getattribute__(self, "__dict__").pop("_liger_made", None)
+            if made is not None:
+                cache = made[0].cache(made[1])
+                object.__setattr__(self, "__class__", type(cache))
+                object.__getattribute__(self, "__dict__").update(vars(cache))
+        return object.__getattribute__(self, name)
+
+    members = {"__init__": __init__, "__getattribute__": __getattribute__, "__module__": __name__}
+    return type(f"Deferred{kind.__name__}", (kind,), members)
+
+
+def deferred_cache(kind: type, plain: PlainRun, name: str) -> Any:
+    """A KV cache of class ``kind`` that becomes the padded run's own when any of its attributes is touched."""
+    return _deferred_type(kind)(plain, name)
