@@ -10,7 +10,7 @@ from typing import Any
 from lightning_liger.kernels.options import check_choice
 
 _ATTENTION = ("auto", "varlen", "sdpa")
-_HEAD_BACKENDS = ("auto", "torch", "liger")
+_HEAD_BACKENDS = ("auto", "torch", "triton", "liger")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Settings:
             ``nn.Linear`` whose output rows are vocabulary entries.
         attention: How packed documents attend. ``"varlen"``: ``torch.nn.attention.varlen`` (CUDA, fp16/bf16);
             ``"sdpa"``: the model's own attention, once per document; ``"auto"``: the first that can do it.
-        head_backend: ``"torch"``: chunked PyTorch, any device; ``"liger"``: Liger's fused kernels, CUDA; ``"auto"``
-            picks by device.
+        head_backend: ``"torch"``: chunked PyTorch, any device; ``"triton"``: the same chunks with one kernel for
+            softmax and gradient, CUDA; ``"liger"``: Liger's fused linear cross entropy, CUDA; ``"auto"`` picks by
+            device.
         kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs, rotary embeddings), wherever a
             comparison shows that they compute the same. ``"auto"``: on a CUDA device; ``True``: wherever Triton runs;
             ``False``: never; a mapping such as ``{"rope": False}`` switches single ops, those left out are on.

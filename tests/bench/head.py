@@ -36,6 +36,7 @@ def variants() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
         "plain": lambda rows, weight, target: F.cross_entropy(F.linear(rows, weight).float(), target),
         "liger direct": lambda rows, weight, target: liger_fused_linear_cross_entropy(rows, weight, target),
         "ours/liger": ours("liger"),
+        "ours/triton": ours("triton"),
         "ours/torch": ours("torch"),
     }
 
@@ -69,7 +70,7 @@ def compare(rows: Tensor, weight: Tensor, target: Tensor, repeats: int) -> dict[
             step()
             step()
             ms, gb = measure(step, repeats)
-            found[name] = (ms, gb, f"{float(variant(rows, weight, target)):.5f}")
+            found[name] = (ms, gb, f"{variant(rows, weight, target).item():.5f}")
         except torch.cuda.OutOfMemoryError:
             found[name] = (float("nan"), float("nan"), "out of memory")
         rows.grad = weight.grad = None

@@ -70,7 +70,7 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
     return float(difference / torch.stack([y.norm() for y in b]).norm())
 
 
-@pytest.mark.parametrize("backend", ["torch", "liger"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "liger"])
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "llama128", "mistral", "gemma2"])
 def test_bf16_is_within_plain_bf16s_own_error(kind: str, left: bool, backend: str) -> None:
@@ -118,7 +118,7 @@ def test_documents_do_not_see_each_other() -> None:
     handle.revert()
 
 
-@pytest.mark.parametrize("backend", ["torch", "liger"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "liger"])
 @pytest.mark.parametrize("shape", [(37, 128, 1000), (3000, 896, 151936)], ids=["small", "qwen2.5-0.5b"])
 def test_head_gradients_are_as_good_as_plain_bf16(shape: tuple[int, int, int], backend: str) -> None:
     n, hidden, vocab = shape

@@ -1,0 +1,59 @@
+"""The Triton kernel, run by Triton's interpreter: the same losses and gradients as PyTorch, on any machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+TAILS = ((), (0.5,), (1 / 3, "tanh", 3.0))
+
+
+def check(tail_spec: tuple[float | str, ...], smoothing: float, reduction: str, with_bias: bool) -> None:
+    """Compare one combination on rows that need several chunks and a second backward."""
+    from lightning_liger.head import linear_cross_entropy as module
+    from lightning_liger.head.tail import TailOp, apply_tail
+
+    module._MIN_ROWS["cpu"], module._CHUNK_BYTES["cpu"] = 8, 16
+    tail = tuple(TailOp("tanh") if step == "tanh" else TailOp("scale", float(step)) for step in tail_spec)
+    rows = torch.randn(19, 16, requires_grad=True)
+    weight = torch.randn(50, 16, requires_grad=True)
+    bias = torch.randn(50, requires_grad=True) if with_bias else None
+    target = torch.randint(0, 50, (19,))
+    leaves = [t for t in (rows, weight, bias) if t is not None]
+    logits = apply_tail(F.linear(rows, weight, bias), tail)
+    plain = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction=reduction)
+    grad = torch.randn(19) if reduction == "none" else torch.tensor(1.7)
+    expected = torch.autograd.grad(plain, leaves, grad)
+    fused = module.linear_cross_entropy(
+        rows, weight, bias, target, tail=tail, label_smoothing=smoothing, reduction=reduction, backend="triton"
+    )
+    first = torch.autograd.grad(fused, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(fused, leaves, grad)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+    for found in (first, second):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_interpreted_kernel_equals_pytorch() -> None:
+    # The variable must be set before triton is imported, and must not reach the other tests.
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "36 combinations"
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    combinations = list(product(TAILS, (0.0, 0.1), ("mean", "sum", "none"), (False, True)))
+    for combination in combinations:
+        check(*combination)
+    print(f"{len(combinations)} combinations")
