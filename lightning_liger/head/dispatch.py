@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_any, tree_map_only
 
 import lightning_liger.head.casts
 import lightning_liger.head.joined
@@ -15,6 +15,7 @@ import lightning_liger.head.mixing
 import lightning_liger.head.parts
 import lightning_liger.head.readers
 import lightning_liger.head.shapes  # noqa: F401
+from lightning_liger.head import hidden_rows
 from lightning_liger.head.lazy import HANDLERS, LazyRows, Source
 
 T = Tensor
@@ -41,6 +42,8 @@ _HOOKS |= {T.register_post_accumulate_grad_hook}
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(LazyRows, LazyRows.resolved, (args, kwargs))
+    if not tree_any(lambda x: isinstance(x, LazyRows), (args, kwargs)):
+        return func(*args, **kwargs)
     if func in _QUESTIONS:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -52,8 +55,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_late(args[0], getattr(func, "__name__", "grad"))
         return func(args[0].pin(getattr(func, "__name__", "grad")), *args[1:], **kwargs)
     handler = HANDLERS.get(func)
-    if handler is not None and _all_live(args, kwargs):
-        result = handler(*args, **kwargs)
+    if _all_live(args, kwargs):
+        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        if result is NotImplemented:
+            result = hidden_rows.run(func, args, kwargs)
         if result is not NotImplemented:
             return result
     name = getattr(func, "__name__", str(func))

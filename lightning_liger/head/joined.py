@@ -93,11 +93,7 @@ def _together(tensors: Any, axis: Callable[[View], int], function: Callable[...,
     views = [t.view_ for t in tensors]
     first = views[0]
     dim = axis(first)
-    same = all(
-        isinstance(v.source, Source) and v.vdim == first.vdim and v.tail == first.tail and v.dtype == first.dtype
-        for v in views
-    )
-    if not same or dim == first.vdim or not all(_same_head(v.source, first.source) for v in views):
+    if dim == first.vdim or not all(_joinable(v, first) for v in views):
         return NotImplemented
     source, maps = one_source(views)
     lead = dim if dim < first.vdim else dim - 1
@@ -108,6 +104,16 @@ def _together(tensors: Any, axis: Callable[[View], int], function: Callable[...,
     made = lazy(replace(first, source=source, position=position))
     made.parents, made.replay = tuple(tensors), lambda *values: function(values, dim)
     return made
+
+
+def _joinable(view: View, first: View) -> bool:
+    if (view.vdim, view.tail, view.dtype) != (first.vdim, first.tail, first.dtype):
+        return False
+    if view.source is first.source:
+        return True
+    return (
+        isinstance(view.source, Source) and isinstance(first.source, Source) and _same_head(view.source, first.source)
+    )
 
 
 def _same_head(a: Source, b: Source) -> bool:

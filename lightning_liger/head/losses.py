@@ -15,6 +15,7 @@ from lightning_liger.head.mixing import aligned, given_view, has_head, joined, m
 from lightning_liger.head.per_row import Program, per_row
 from lightning_liger.head.rowwise import rowwise
 from lightning_liger.head.tail import has_known_slope
+from lightning_liger.head.unsettled import Unsettled
 from lightning_liger.head.view import Source
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -106,6 +107,8 @@ def _labelled(
     view = input.view_
     if target.shape != view.position.shape or target.dtype not in (torch.int64, torch.uint8):
         return NotImplemented
+    if isinstance(target, Unsettled):
+        target = target.settle()
     flat = target.reshape(-1)
     keep = (flat != ignore_index).nonzero()[:, 0]
     labels, position = flat[keep].long(), view.flat[keep]

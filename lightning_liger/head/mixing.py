@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_liger.head.lazy import LazyRows, View, handles, lazy
 from lightning_liger.head.shapes import child_of, dim_of, view_of
 from lightning_liger.head.tail import TailOp
+from lightning_liger.head.unsettled import Unsettled, native
 from lightning_liger.head.view import Given, Mix
 
 T = Tensor
@@ -217,8 +218,14 @@ def given_view(other: Tensor, like: View) -> View | None:
         return None
     wide = wide.movedim(like.vdim, -1)
     root = torch.arange(wide.shape[:-1].numel(), device=other.device).view(wide.shape[:-1])
-    source = Given(wide.reshape(-1, wide.shape[-1]), root)
+    source = _given(wide.reshape(-1, wide.shape[-1]), root)
     return View(source, root.expand(like.position.shape), like.vdim, (), other.dtype)
+
+
+def _given(values: Tensor, root: Tensor) -> Given:
+    if isinstance(values, Unsettled):
+        return Given(native(values), root, unknown=values.unknown.any(-1), settled=values.settle)
+    return Given(values, root)
 
 
 def joined(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows, View
 from lightning_liger.head.per_row import Program, per_row
-from lightning_liger.head.unsettled import unsettled
+from lightning_liger.head.unsettled import Unsettled, unsettled
 
 
 def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
@@ -33,20 +33,28 @@ def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor,
     if differentiable:  # metrics are not what the head's rows are counted for
         view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
     if whole or pads is None or keep is None:
-        return tuple(o.view(*lead, *o.shape[1:]) for o in per_row(view, flat, program, flat_extras))
-    known = per_row(view, flat[keep], program, tuple(e[keep] for e in flat_extras))
+        settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
+        return tuple(o.view(*lead, *o.shape[1:]) for o in per_row(view, flat, program, settled))
+    known = per_row(view, flat[keep], program, tuple(_known(e, keep) for e in flat_extras))
     filled: list[tuple[Tensor, ...]] = []
 
     def fill() -> tuple[Tensor, ...]:
         if not filled:
             full = view.with_padding(what, differentiable)
-            found = per_row(full, flat, program, flat_extras)
+            settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
+            found = per_row(full, flat, program, settled)
             filled.append(tuple(o.view(*lead, *o.shape[1:]) for o in found))
             for o in filled[0]:
                 full.watch_padding(o, what)
         return filled[0]
 
     return tuple(_scattered(o, i, keep, pads.view(lead), lead, fill) for i, o in enumerate(known))
+
+
+def _known(extra: Tensor, keep: Tensor) -> Tensor:
+    """The rows that are read; what the other rows of an unsettled tensor hold does not matter then."""
+    part = extra[keep]
+    return part.settle() if isinstance(part, Unsettled) else part
 
 
 def _scattered(known: Tensor, i: int, keep: Tensor, pads: Tensor, lead: torch.Size, fill: object) -> Tensor:

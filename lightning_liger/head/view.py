@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.linear_cross_entropy import head_product
+from lightning_liger.head.rows import take_rows
 from lightning_liger.head.tail import TailOp, apply_tail
 from lightning_liger.report import HeadReport
 
@@ -87,19 +88,24 @@ class Source:
         """``(*position.shape, H)`` hidden rows; padding reads as zero."""
         if self.row_of is None:
             whole = position is self.root
-            return self.rows.view(*self.root.shape, -1) if whole else self.rows[position]
+            return self.rows.view(*self.root.shape, -1) if whole else take_rows(self.rows, position)
         row = self.row_of[position]
-        hidden = self.rows[row.clamp_min(0)]
+        hidden = take_rows(self.rows, row.clamp_min(0))
         return hidden if self.plain is None else hidden.masked_fill((row < 0).unsqueeze(-1), 0.0)
 
 
 @dataclass(frozen=True)
 class Given:
-    """An ordinary tensor in an expression: ``values`` ``(Q, V)`` or ``(Q, 1)``, one row for each position."""
+    """An ordinary tensor in an expression: ``values`` ``(Q, V)`` or ``(Q, 1)``, one row for each position.
+
+    Rows that are ``unknown`` ``(Q,)``, because they were read off padded positions, are what ``settled`` gives.
+    """
 
     values: Tensor
     root: Tensor
     head: None = None
+    unknown: Tensor | None = None
+    settled: Callable[[], Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -162,8 +168,7 @@ class View:
     def rows(self, position: Tensor) -> Tensor:
         """Hidden rows at ``position`` (any shape, no padding among them)."""
         row_of = self.source.row_of
-        rows: Tensor = self.source.rows[position if row_of is None else row_of[position]]
-        return rows
+        return take_rows(self.source.rows, position if row_of is None else row_of[position])
 
     # -- the tensors behind it ---------------------------------------------------------------------------------------
 
@@ -205,7 +210,9 @@ class View:
             left = source.left.padding(source.left.flat[position])
             right = source.right.padding(source.right.flat[position])
             return left | right if left is not None and right is not None else right if left is None else left
-        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+        if isinstance(source, Given):
+            return None if source.unknown is None else source.unknown[position]
+        if source.plain is None or source.row_of is None:
             return None
         pads: Tensor = source.row_of[position] < 0
         return pads
@@ -217,7 +224,9 @@ class View:
             left = source.left.with_padding(what, differentiable)
             right = source.right.with_padding(what, differentiable)
             return replace(self, source=replace(source, left=left, right=right))
-        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+        if isinstance(source, Given):
+            return self._with_settled(source)
+        if source.plain is None or source.row_of is None:
             return self
         value = source.plain.read(source.path, what, differentiable)
         if value is None:
@@ -227,13 +236,20 @@ class View:
             return self
         return replace(self, source=source.padded(value))
 
+    def _with_settled(self, source: Given) -> View:
+        if source.settled is None:
+            return self
+        return replace(self, source=Given(source.settled().reshape(source.values.shape), source.root))
+
     def scored(self, what: str) -> View:
         """The view over the padded run, because a loss is known to count padded positions."""
         source = self.source
         if isinstance(source, Mix):
             left, right = source.left.scored(what), source.right.scored(what)
             return replace(self, source=replace(source, left=left, right=right))
-        if isinstance(source, Given) or source.plain is None or source.row_of is None:
+        if isinstance(source, Given):
+            return self._with_settled(source)
+        if source.plain is None or source.row_of is None:
             return self
         source.plain.scored(what)
         return replace(self, source=source.padded(source.plain.value(source.path)))
