@@ -6,6 +6,7 @@ Without options: a small model on question and answer pairs from Python's own do
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -95,6 +96,9 @@ def show_turns(outcomes: dict[str, Outcome], settings: Settings) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     quiet()
+    # For both variants: threads that wait asleep, not spinning, so that a busy machine slows the two alike.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a GGUF file brings a bar that transformers' own switch does not reach
     started = time.perf_counter()
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)

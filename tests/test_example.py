@@ -188,7 +188,7 @@ def test_two_bad_options_are_told_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
-    small = ("--layers", "1", "--hidden-size", "64", "--vocab-size", "512", "--max-length", "64", "--batch-size", "4")
+    small = ("--layers", "1", "--hidden-size", "128", "--vocab-size", "512", "--max-length", "128", "--batch-size", "4")
     result = finetune(tmp_path, *small, "--max-steps", "4", "--steps-per-turn", "2", "--accelerator", "cpu")
     assert result.returncode == 0, result.stderr
     assert "real tokens per second" in result.stdout
