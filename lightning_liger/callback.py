@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
 else:
     _Base = type("_Base", callback_bases(), {})
+
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _named_options(init: _Init) -> _Init:
+    """Answer a misspelt option with the right one. Not in ``__new__``: command lines would read the options there."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        if args:
+            raise TypeError("LigerCallback takes keyword options only, for example LigerCallback(padding_free=True).")
+        check_option_names(options)
+        init(self, **options)
+
+    return cast(_Init, checked)
 
 
 class LigerCallback(_Base):
@@ -43,14 +60,7 @@ class LigerCallback(_Base):
         TypeError: an option that does not exist. ValueError: a value that does not.
     """
 
-    def __new__(cls, *args: Any, **options: Any) -> LigerCallback:
-        if args:
-            raise TypeError("LigerCallback takes keyword options only, for example LigerCallback(padding_free=True).")
-        if cls is LigerCallback:
-            check_option_names(options)
-        made: LigerCallback = super().__new__(cls)
-        return made
-
+    @_named_options
     def __init__(
         self,
         *,
