@@ -22,7 +22,7 @@ from lightning_liger.head.lazy import LazyRows
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers
 from lightning_liger.padding.boundary import PackedBackbone
-from lightning_liger.padding.layout import LayoutBook
+from lightning_liger.padding.layout import LayoutBook, NotPackable
 from lightning_liger.padding.tiny import tiny_config
 from lightning_liger.padding.verdict import POSITIONS, Verdict
 from lightning_liger.patching import Switch
@@ -30,7 +30,7 @@ from lightning_liger.report import PaddingReport
 
 # In double precision a clean model differs by rounding of its fp32 parts; the smallest real leak seen among the
 # architectures of transformers is 4.5e-4.
-_TOLERANCE = 2e-5
+_TOLERANCE = {torch.float64: 2e-5, torch.float32: 1e-4}
 _LENGTHS = (5, 19, 13)
 
 _VERDICTS: dict[str, Verdict] = {}
@@ -100,7 +100,7 @@ def _ask(backbone: Any) -> Verdict:
     except Exception as error:  # any architecture, remote code included: what cannot be asked is left padded
         return Verdict(None, f"no small {name} could be built to try it on ({_short(error)})")
     try:
-        plain = {left: _plain(tiny, left) for left in (False, True)}
+        plain = _plain_both(tiny)
     except Exception as error:  # the same
         return Verdict(None, f"a small {name} does not run padded ({_short(error)})")
     best = float("inf")
@@ -113,7 +113,7 @@ def _ask(backbone: Any) -> Verdict:
         except Exception as error:  # an exception of the model's own code is an answer: it cannot be packed
             problem = problem or _short(error)
             continue
-        if difference <= _TOLERANCE:
+        if difference <= _TOLERANCE[tiny.dtype]:
             cache, problem = _cache(tiny)
             return Verdict(positions, causal=_is_causal(tiny, plain[False]), cache=cache, cache_problem=problem)
         best = min(best, difference)
@@ -122,8 +122,18 @@ def _ask(backbone: Any) -> Verdict:
     return Verdict(None, f"{name} cannot run without padding ({problem})")
 
 
+def _plain_both(tiny: Any) -> dict[bool, dict[str, Tensor]]:
+    """The padded runs, in double precision if the model has no part that insists on single."""
+    try:
+        return {left: _plain(tiny, left) for left in (False, True)}
+    except RuntimeError:
+        tiny.float()
+        return {left: _plain(tiny, left) for left in (False, True)}
+
+
 def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    kind = "" if isinstance(error, NotPackable) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:160]}"
 
 
 def _build(backbone: Any) -> Any:
@@ -187,7 +197,7 @@ def _difference(tiny: Any, positions: str, left: bool, plain: dict[str, Tensor])
         for binding in (backbone, *bound):
             binding.unbind()
     if not report.packed_calls:
-        raise RuntimeError(report.off[0] if report.off else "the call was not packed")
+        raise NotPackable(next(iter(backbone.off.values()), report.off[0] if report.off else "not packed"))
     if plain.keys() != packed.keys():
         raise RuntimeError(f"the output has other parts: {sorted(plain.keys() ^ packed.keys())}")
     return _worst(plain, packed, mask.bool())
@@ -211,7 +221,7 @@ def _is_causal(tiny: Any, plain: dict[str, Tensor]) -> bool:
     ids, mask = _batch(tiny, left=False)
     try:
         with torch.no_grad():
-            return _worst(plain, _tensors(tiny(input_ids=ids)), mask.bool()) <= _TOLERANCE
+            return _worst(plain, _tensors(tiny(input_ids=ids)), mask.bool()) <= _TOLERANCE[tiny.dtype]
     except Exception:  # a model that must have a mask; nothing is inferred without one
         return False
 

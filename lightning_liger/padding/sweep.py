@@ -8,15 +8,15 @@ this looks at what the user sees, so it checks the probe from outside. Each type
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,28 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.padding.sweep_page import Row, render
+
 # A clean model differs by the rounding of its fp32 parts, the smallest leak seen among real ones is 4.5e-4.
 TOLERANCE = 2e-4
 _LARGEST = 40_000_000
 _LENGTHS = (17, 31, 9)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was found for one model type.
-
-    ``result``: ``packed`` (equal), ``padded`` (left as it is, equal), ``unbuildable``, or ``DIFFERENT``, which must
-    never be. ``difference``: the largest of loss and gradients, relative.
-    """
-
-    kind: str
-    model_type: str
-    model: str = ""
-    result: str = "unbuildable"
-    reason: str = ""
-    difference: float = 0.0
-    positions: str = ""
-    probe_seconds: float = 0.0
 
 
 def model_types(kind: str) -> list[str]:
@@ -56,37 +40,54 @@ def model_types(kind: str) -> list[str]:
     return sorted(names[kind])
 
 
-def small_model(kind: str, model_type: str) -> Any:
-    """A random model of ``model_type``, of a few hundred thousand parameters, in double precision and training mode.
+# What a type needs said before its configuration can be built at all, or be small.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "esm": {"vocab_size": 128, "pad_token_id": 0, "mask_token_id": 5},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "longformer": {"attention_window": 8},
+    "luke": {"entity_emb_size": 64},
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "qk_channels": 32},
+    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "xlstm": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "chunk_size": 16},
+    "xmod": {"default_language": "en_XX"},
+}
 
-    Raises:
-        Exception: whatever the model's own code raises; its defaults may not fit each other, or need other packages.
+
+def small_models(kind: str, model_type: str) -> Iterator[tuple[Callable[[], Any], float]]:
+    """Ways to make a random model of ``model_type`` of a few hundred thousand parameters, best first.
+
+    Yields:
+        A function that builds it in training mode, and the tolerance that its precision allows.
     """
-    from transformers import CONFIG_MAPPING
+    for dtype, tolerance in ((torch.float64, TOLERANCE), (torch.float32, 10 * TOLERANCE)):
+        for complete in (False, True):
+            yield functools.partial(_small_model, kind, model_type, dtype, complete), tolerance
 
-    from lightning_liger.padding.tiny import tiny_config
 
-    config = tiny_config(CONFIG_MAPPING[model_type]())
+def _small_model(kind: str, model_type: str, dtype: torch.dtype, complete: bool) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from lightning_liger.padding.tiny import fill_in, tiny_config
+
+    auto = AutoModelForCausalLM if kind == "causal" else AutoModelForMaskedLM
+    config = CONFIG_MAPPING[model_type](**_ARGUMENTS.get(model_type, {}))
+    if complete:
+        fill_in(config)
+    config = tiny_config(config)
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # or an encoder's class looks both ways
     config._experts_implementation = "eager"  # grouped kernels have no double precision
     torch.manual_seed(0)
     with torch.device("meta"):
-        size = sum(p.numel() for p in _auto(kind).from_config(config).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > _LARGEST:
         raise ValueError(f"the smallest configuration found has {size / 1e6:.0f}M parameters")
-    model = _auto(kind).from_config(config).double()
+    model = auto.from_config(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(3.0)
     return model.train()
-
-
-def _auto(kind: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-
-    return AutoModelForCausalLM if kind == "causal" else AutoModelForMaskedLM
 
 
 def batch(vocabulary: int, pad: int, left: bool, first_counts: bool) -> dict[str, Tensor]:
@@ -131,45 +132,68 @@ def _difference(plain: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return worst if worst == worst else float("inf")
 
 
+def _finite(step: dict[str, Tensor]) -> bool:
+    return all(bool(v.isfinite().all()) for v in step.values())
+
+
+def _plain_steps(model: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Batches and what the plain model makes of them, right-padded first; without those that give it NaN.
+
+    Raises:
+        ValueError: not even a right-padded batch gives numbers, or not the same ones twice.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    pad = getattr(model.config, "pad_token_id", None)
+    pad = pad if isinstance(pad, int) and 0 <= pad < vocabulary else 0
+    sides = ((False, True), (True, False), (True, True))
+    batches = [batch(vocabulary, pad, left, first) for left, first in sides]
+    steps = [(b, _step(model, b)) for b in batches]
+    if not _finite(steps[0][1]):
+        raise ValueError("its plain padded run gives values that are not finite")
+    repeated = _difference(steps[0][1], _step(model, batches[0]))
+    if repeated > TOLERANCE:
+        raise ValueError(f"its plain run differs from itself by {repeated:.1e}")
+    return [(b, s) for b, s in steps if _finite(s)]
+
+
 def examine(kind: str, model_type: str) -> Row:
     """Build, train plain, train accelerated, compare."""
+    row = Row(kind, model_type)
+    for build, tolerance in small_models(kind, model_type):
+        try:
+            model = build()
+            steps = _plain_steps(model)
+        except Exception as error:  # third-party model code; the table shows what it raised first
+            row = replace(row, reason=row.reason or _short(error))
+            continue
+        return _compared(replace(row, model=type(model).__name__, reason=""), model, steps, tolerance)
+    return row
+
+
+def _compared(row: Row, model: Any, steps: list[tuple[dict[str, Tensor], dict[str, Tensor]]], tolerance: float) -> Row:
     from lightning_liger.accelerate import accelerate
     from lightning_liger.padding.boundary import PackedBackbone
 
-    row = Row(kind, model_type)
-    try:
-        model = small_model(kind, model_type)
-        row = replace(row, model=type(model).__name__)
-        vocabulary = model.get_input_embeddings().num_embeddings
-        pad = getattr(model.config, "pad_token_id", None)
-        pad = pad if isinstance(pad, int) and 0 <= pad < vocabulary else 0
-        batches = [batch(vocabulary, pad, left, first) for left, first in ((False, True), (True, False), (True, True))]
-        plain = [_step(model, b) for b in batches]
-    except Exception as error:  # third-party model code; the table shows what it raised
-        return replace(row, reason=_short(error))
-    if not all(bool(v.isfinite().all()) for step in plain for v in step.values()):
-        return replace(row, reason="its plain padded run gives values that are not finite")
-    repeated = _difference(plain[0], _step(model, batches[0]))
-    if repeated > TOLERANCE:
-        return replace(row, reason=f"its plain run differs from itself by {repeated:.1e}")
     started = time.perf_counter()
-    accelerated = accelerate(model)
-    row = replace(row, probe_seconds=round(time.perf_counter() - started, 2))
     try:
-        worst = max(_difference(p, _step(model, b)) for p, b in zip(plain, batches, strict=True))
+        accelerated = accelerate(model)
+        row = replace(row, probe_seconds=round(time.perf_counter() - started, 2))
+        worst = max(_difference(plain, _step(model, inputs)) for inputs, plain in steps)
     except Exception as error:  # plain ran, so ours must: this is a finding, not a reason to stop the sweep
-        return replace(row, result="DIFFERENT", reason="raises: " + _short(error))
+        return replace(row, result="DIFFERENT", reason="raises " + _short(error))
     padding = accelerated.report.padding
     bound = [m.__dict__["forward"] for m in model.modules() if isinstance(m.__dict__.get("forward"), PackedBackbone)]
-    packed = padding.packed_calls > 0 and padding.packed_calls > padding.padded_runs
+    packed = padding.packed_calls > padding.padded_runs
     row = replace(
         row,
         result="packed" if packed else "padded",
         reason="" if packed else "; ".join(padding.off) or "no backbone was found",
-        positions=bound[0].positions if bound and packed else "",
+        positions=bound[0].verdict.positions if bound and packed else "",
         difference=worst,
     )
-    return row if worst <= TOLERANCE else replace(row, result="DIFFERENT", reason=f"differs by {worst:.1e}")
+    if len(steps) < 3 and packed:
+        row = replace(row, reason="right padding only: the plain run gives NaN with padding on the left")
+    return row if worst <= tolerance else replace(row, result="DIFFERENT", reason=f"differs by {worst:.1e}")
 
 
 def _short(error: BaseException) -> str:
@@ -229,48 +253,7 @@ def sweep(types: Iterable[tuple[str, str]], *, jobs: int = 1, seconds: float = 1
     return sorted(rows, key=lambda r: order[r.kind, r.model_type])
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-def render(rows: Sequence[Row]) -> str:
-    """docs/architectures.md."""
-    import transformers
-
-    import lightning_liger
-
-    counts = {(r.kind, r.result): 0 for r in rows}
-    for r in rows:
-        counts[r.kind, r.result] += 1
-    kinds = list(dict.fromkeys(r.kind for r in rows))
-    lines = [
-        "# Which architectures run without padding",
-        "",
-        "Generated by `python -m lightning_liger.padding.sweep`; not edited by hand. "
-        f"lightning-liger {lightning_liger.__version__}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, CPU.",
-        "",
-        "For every model type a small random model with its head is trained for one step in double precision, as it "
-        "is and accelerated, with padding on the right and on the left, and the loss and every gradient are compared "
-        f"(relative tolerance {TOLERANCE:g}). **packed**: padding is removed and the result is equal. **padded**: "
-        "padding stays, for the reason given, and the result is equal. **unbuildable**: the type's default "
-        "configuration could not be made small, or did not run, in this environment; with a real model the same probe "
-        "decides at start-up. What decides is that probe, not this table.",
-        "",
-        "| kind | packed, equal | left padded | cannot be built here | packed and different |",
-        "|---|---|---|---|---|",
-    ]
-    for kind in kinds:
-        found = [str(counts.get((kind, result), 0)) for result in ("packed", "padded", "unbuildable", "DIFFERENT")]
-        lines.append(f"| {kind} | {' | '.join(found)} |")
-    for kind in kinds:
-        lines += ["", f"## {kind.capitalize()} language models", ""]
-        lines += ["| type | model | result | difference | reason |", "|---|---|---|---|---|"]
-        for r in rows:
-            if r.kind == kind:
-                difference = f"{r.difference:.0e}" if r.result in ("packed", "padded") else ""
-                reason = r.reason.replace("|", "\\|").replace("\n", " ")
-                lines.append(f"| {r.model_type} | {r.model} | {r.result} | {difference} | {reason} |")
-    return "\n".join(lines) + "\n"
+# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such model types: {' '.join(options.types)}")
     rows = sweep(chosen, jobs=options.jobs, seconds=options.seconds)
     if options.write is not None:
-        options.write.write_text(render(rows))
+        options.write.write_text(render(rows, TOLERANCE))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     for result in ("packed", "padded", "unbuildable", "DIFFERENT"):
