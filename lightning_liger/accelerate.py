@@ -21,6 +21,7 @@ from lightning_liger.patching import BypassedGenerate, Rebound, Switch, live_bin
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
 
+_COMPILED = "is inside a torch.compile; compile the layers instead (for layer in layers: layer.compile())"
 _PADDING_OFF = "switched off (padding_free=False)"
 _ACCELERATED: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()
 
@@ -99,6 +100,7 @@ class Accelerated:
 
     def _remove_padding(self, module: nn.Module) -> None:
         report = self.report.padding
+        compiled = _inside_compiled(module)
         suited, refused = find_backbones(module)
         if not self.settings.padding_free:
             report.refuse(_PADDING_OFF)
@@ -109,8 +111,8 @@ class Accelerated:
                 continue
             self._backbones.append(backbone)
             report.found += self.settings.padding_free
-            if _is_compiled(backbone):
-                report.refuse(f"{type(backbone).__name__} is compiled with torch.compile")
+            if backbone in compiled:
+                report.refuse(f"{type(backbone).__name__} {_COMPILED}")
                 continue
             verdict = Verdict(None, refused[backbone]) if backbone in refused else packing_verdict(backbone)
             if verdict.positions is None:
@@ -125,6 +127,7 @@ class Accelerated:
 
     def _fuse_heads(self, module: nn.Module) -> None:
         report = self.report.head
+        compiled = _inside_compiled(module)
         heads, refused = find_heads(module, self.settings.head)
         for reason in refused:
             report.refuse(reason)
@@ -132,16 +135,26 @@ class Accelerated:
             if head in self._heads:
                 continue
             self._heads.append(head)
-            if _is_compiled(head):
-                report.refuse("the head is compiled with torch.compile")
+            if head in compiled:
+                report.refuse(f"the head {_COMPILED}")
                 continue
             if self._bind(head, LazyHead, report, self.settings.head_backend):
                 report.applied += 1
         report.found = max(report.found, len(self._heads) + len(refused))
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+def _inside_compiled(module: nn.Module) -> set[nn.Module]:
+    """All that runs as part of a compiled graph, where a rebound method would be traced, or call itself."""
+    found: set[nn.Module] = set()
+    for model in module.modules():
+        compiled = (
+            getattr(model, "_compiled_call_impl", None) is not None  # model.compile()
+            or type(model).__name__ == "OptimizedModule"  # torch.compile(model)
+            or vars(model).get("_compiler_ctx") is not None  # Trainer.fit(torch.compile(lightning_module))
+        )
+        if compiled and model not in found:
+            found.update(model.modules())
+    return found
 
 
 def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerated:
