@@ -31,8 +31,9 @@ class LazyHead(Rebound):
         if not isinstance(hidden, LazyRows) and hidden.shape[:-1].numel() == 0:
             return self.original(*args, **kwargs)
         kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        if dtype != weight.dtype and not torch.is_autocast_enabled(kind):
+        lowered = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(kind) if lowered else hidden.dtype
+        if (dtype != weight.dtype and not lowered) or _transforming():
             return self.original(*args, **kwargs)  # a mismatch that PyTorch reports by itself
         backend = resolve_backend(self.backend, hidden.device)
         self.report.name(backend)
@@ -58,6 +59,11 @@ def resolve_backend(wanted: str, device: torch.device) -> str:
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"head_backend={wanted!r} needs the package {package}. Install it or use 'auto'.")
     return wanted
+
+
+def _transforming() -> bool:
+    """Whether a ``torch.func`` transform (grad, vmap, jvp) traces the call."""
+    return bool(torch._C._functorch.maybe_current_level() is not None)
 
 
 def _whole(weight: Any) -> bool:

@@ -39,6 +39,9 @@ _GRAD: Any = T.grad.__get__  # type: ignore[union-attr]
 _HOOKS: set[Any] = {T.register_hook, T.retain_grad, T.requires_grad_, _GRAD}
 _HOOKS |= {T.register_post_accumulate_grad_hook}
 
+# The engine itself finds the place of a lazy tensor in the graph.
+_BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, T.backward}
+
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map_only(LazyRows, LazyRows.resolved, (args, kwargs))
@@ -54,6 +57,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _HOOKS and args and isinstance(args[0], LazyRows):
         _refuse_late(args[0], getattr(func, "__name__", "grad"))
         return func(args[0].pin(getattr(func, "__name__", "grad")), *args[1:], **kwargs)
+    if func in _BACKWARDS:
+        return _backward(func, args, kwargs)
     handler = HANDLERS.get(func)
     if _all_live(args, kwargs):
         result = NotImplemented if handler is None else handler(*args, **kwargs)
@@ -69,6 +74,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(lazy.pin(name), *_values(args[1:], name), **_values(kwargs, name))
         return lazy if result is lazy.held else result
     return func(*_values(args, name), **_values(kwargs, name))
+
+
+def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    wanted = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else None)
+    tree_map_only(LazyRows, lambda t: _refuse_late(t, "backward"), wanted)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _refuse_late(tensor: LazyRows, what: str) -> None:

@@ -35,6 +35,7 @@ class _Lazify(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         view: View = ctx.view
+        _refuse_padding(view, grad)
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
             wanted = [t for t, need in zip(view.tensors(), needs, strict=True) if need]
@@ -46,6 +47,20 @@ class _Lazify(torch.autograd.Function):
                 dense = view.mapped(lambda t: fresh[id(t)]).dense()
         found = iter(torch.autograd.grad(dense, wanted, grad, allow_unused=True, create_graph=torch.is_grad_enabled()))
         return (None, *(next(found) if need else None for need in needs))
+
+
+def _refuse_padding(view: View, grad: Tensor) -> None:
+    """Gradients come back past ``LazyRows``, so nobody could run the call padded when it was read.
+
+    Raises:
+        RuntimeError: some of them are of padded positions.
+    """
+    pads = view.padding()
+    if pads is not None and bool(grad.movedim(view.vdim, -1)[pads].any()):
+        raise RuntimeError(
+            "a function outside of PyTorch's own operators sends gradients to logits or hidden states of padded "
+            "positions, which padding removal does not compute. Set padding_free=False for this module."
+        )
 
 
 def lazy(view: View) -> LazyRows:
@@ -224,8 +239,8 @@ class LazyRows(Tensor):
             raise RuntimeError(
                 f"{func} writes into logits that were never computed. Set fused_head=False for this module."
             )
-        plain = lambda x: x.view_.dense() if x.held is None else x.held  # noqa: E731
         with torch.no_grad():
+            plain = lambda x: x.readable(str(func)).dense() if x.held is None else x.held  # noqa: E731
             return func(*tree_map_only(LazyRows, plain, args), **tree_map_only(LazyRows, plain, kwargs))
 
 

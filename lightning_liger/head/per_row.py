@@ -162,7 +162,8 @@ class _PerRow(torch.autograd.Function):
             return (None,) * 4 + tuple(
                 None if g is None or grad is None else g * grad.to(g.dtype) for g in ctx.saved_tensors
             )
-        inputs, extras = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
+        saved = ctx.saved_tensors  # once: checkpointing gives them out a single time
+        inputs, extras = saved[: len(needs)], saved[len(needs) :]
         if torch.is_grad_enabled():  # create_graph=True: once more in full, differentiably
             made = program(plan.evaluate(plan.products(_grouped(plan, inputs), slice(0, plan.n))), *extras)
             chosen = [(m, g) for m, g in zip(made, grads, strict=True) if g is not None]

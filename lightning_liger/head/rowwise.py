@@ -25,7 +25,7 @@ def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor,
     view = tensor.view_
     tensor.consume(what)
     lead, flat = view.position.shape, view.flat
-    flat_extras = tuple(e.reshape(flat.numel(), *e.shape[len(lead) :]) for e in extras)
+    flat_extras = tuple(e.reshape((flat.numel(), *e.shape[len(lead) :])) for e in extras)
     pads = view.padding(flat)
     keep = None if pads is None else (~pads).nonzero()[:, 0]
     differentiable = torch.is_grad_enabled() and tensor.node is not None
@@ -34,7 +34,7 @@ def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor,
         view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
     if whole or pads is None or keep is None:
         settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
-        return tuple(o.view(*lead, *o.shape[1:]) for o in per_row(view, flat, program, settled))
+        return tuple(o.view((*lead, *o.shape[1:])) for o in per_row(view, flat, program, settled))
     known = per_row(view, flat[keep], program, tuple(_known(e, keep) for e in flat_extras))
     filled: list[tuple[Tensor, ...]] = []
 
@@ -43,7 +43,7 @@ def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor,
             full = view.with_padding(what, differentiable)
             settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
             found = per_row(full, flat, program, settled)
-            filled.append(tuple(o.view(*lead, *o.shape[1:]) for o in found))
+            filled.append(tuple(o.view((*lead, *o.shape[1:])) for o in found))
             for o in filled[0]:
                 full.watch_padding(o, what)
         return filled[0]
@@ -59,8 +59,8 @@ def _known(extra: Tensor, keep: Tensor) -> Tensor:
 
 def _scattered(known: Tensor, i: int, keep: Tensor, pads: Tensor, lead: torch.Size, fill: object) -> Tensor:
     values = known.new_zeros(pads.numel(), *known.shape[1:]).index_put((keep,), known)
-    values = values.view(*lead, *known.shape[1:])
-    unknown = pads.view(*lead, *(1,) * (known.dim() - 1)).expand(values.shape)
+    values = values.view((*lead, *known.shape[1:]))
+    unknown = pads.view((*lead, *(1,) * (known.dim() - 1))).expand(values.shape)
     return unsettled(values, unknown, lambda: fill()[i])  # type: ignore[operator]
 
 

@@ -1,0 +1,114 @@
+"""In-place writes into logits, and into views and copies of them, are seen where torch lets them be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_cases import assert_same, case
+from torch import Tensor
+
+LABELS = torch.tensor([[1, 4, -100, 2, 8], [0, -100, 3, 3, -100], [7, -100, -100, -100, -100]])
+
+
+def loss_of(x: Tensor) -> Tensor:
+    return F.cross_entropy(x.reshape(-1, x.shape[-1]), LABELS.reshape(-1))
+
+
+def set_item(x: Tensor) -> Tensor:
+    x[:, :, 0] = -30.0
+    return loss_of(x)
+
+
+def divide(x: Tensor) -> Tensor:
+    x.div_(1.7)
+    return loss_of(x)
+
+
+def augmented(x: Tensor) -> Tensor:
+    x *= 0.3
+    x += 1
+    return x.square().mean()
+
+
+def masked_fill(x: Tensor) -> Tensor:
+    x.masked_fill_(torch.arange(9) == 2, -30.0)
+    return loss_of(x)
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    view = x[:, :-1]
+    view.mul_(0.5)
+    return loss_of(x) + view.square().mean()
+
+
+def through_a_view_of_a_view(x: Tensor) -> Tensor:
+    flat = x.view(-1, 9)
+    head, tail = flat[:4], flat[4:].transpose(0, 1)
+    tail[2:].mul_(3.0)
+    return loss_of(x) + head.square().mean() + tail.square().sum()
+
+
+def under_a_view(x: Tensor) -> Tensor:
+    view = x.transpose(1, 2)
+    x[:, 0] = 0.3
+    return F.cross_entropy(view, LABELS)
+
+
+def after_a_copy(x: Tensor) -> Tensor:
+    logp, picked, kept = x.log_softmax(-1), x[LABELS != -100], x.clone()
+    x[:, :, 1] = 7.0
+    return logp.gather(-1, LABELS.clamp_min(0)[..., None]).sum() + picked.square().sum() + kept.mean() + x.mean()
+
+
+def into_a_copy(x: Tensor) -> Tensor:
+    other = x.clone()
+    other[..., 3] = 0.0
+    return loss_of(x) + other.square().mean()
+
+
+def contiguous_is_no_copy(x: Tensor) -> Tensor:
+    same = x.contiguous().float() if x.dtype == torch.float32 else x.contiguous()
+    same.mul_(0.5)
+    return loss_of(x)
+
+
+def through_detach(x: Tensor) -> Tensor:
+    x.detach().mul_(0.5)
+    return loss_of(x)
+
+
+def into_log_probabilities(x: Tensor) -> Tensor:
+    logp = x.log_softmax(-1)
+    return (logp * 1.0).masked_fill_(logp < -3, 0.0).sum() + loss_of(x)
+
+
+def out_argument(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.mul(x.detach(), 2.0, out=torch.empty(3, 5, 9, dtype=x.dtype))
+    return loss_of(x)
+
+
+WRITES = [
+    set_item,
+    divide,
+    augmented,
+    masked_fill,
+    through_a_view,
+    through_a_view_of_a_view,
+    under_a_view,
+    after_a_copy,
+    into_a_copy,
+    contiguous_is_no_copy,
+    through_detach,
+    into_log_probabilities,
+    out_argument,
+]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("function", WRITES)
+def test_writes(function: Callable[[Tensor], Tensor], padded: bool) -> None:
+    assert_same(case(padded=padded), function, fused=False)
