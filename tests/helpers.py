@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,7 +205,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
-def relative_all(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def relative_all(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """The largest difference of any tensor, relative to the norm of all of them together.
 
     Some gradients are zero up to rounding (the bias of a key projection), so that their own norm says nothing.
@@ -247,6 +247,8 @@ def assert_engaged(run: Run, *, packed: bool = True, fused: bool = True) -> None
 
 class Plain(L.LightningModule):
     """A LightningModule as people write them: a model, a step, an optimizer."""
+
+    model: Any
 
     def __init__(self, model: nn.Module | None = None, lr: float = 0.2) -> None:
         super().__init__()

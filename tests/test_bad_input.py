@@ -34,7 +34,7 @@ def test_options(options: dict[str, Any], error: type[Exception], text: str) -> 
 
 def test_positional_options() -> None:
     with pytest.raises(TypeError, match=r"keyword options only, for example LigerCallback\(padding_free=True\)"):
-        LigerCallback(True)  # type: ignore[misc]
+        LigerCallback(True)  # type: ignore[call-arg]
 
 
 def _refused(module: Any, data: Any, error: type[Exception], text: str, **options: Any) -> None:

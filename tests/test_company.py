@@ -213,7 +213,7 @@ def test_copies_made_while_training() -> None:
     assert_same(plain, ours)
     twins = [m.twin[0] for m in made]
     assert relative_all(*[dict(t.named_parameters()) for t in twins]) < 1e-5
-    batch = collate(loader().dataset[:4])  # type: ignore[index]
+    batch = collate(loader().dataset[:4])
     assert twins[1](**batch).loss.item() == pytest.approx(twins[0](**batch).loss.item(), rel=1e-5)
 
 

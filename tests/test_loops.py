@@ -138,8 +138,8 @@ def _interrupted(first: Any, second: Any, folder: Path) -> tuple[Run, Run]:
 @pytest.mark.parametrize("accelerated", [(True, False), (False, True), (True, True)], ids=["off", "on", "both"])
 def test_checkpoint_and_resume(accelerated: tuple[bool, bool], tmp_path: Path) -> None:
     whole = fit(Plain(causal_lm()), loader(count=8))
-    callbacks = [LigerCallback(verbose=False) if on else None for on in accelerated]
-    a, b = _interrupted(*callbacks, tmp_path)
+    first, second = (LigerCallback(verbose=False) if on else None for on in accelerated)
+    a, b = _interrupted(first, second, tmp_path)
     assert a.losses + b.losses == pytest.approx(whole.losses, rel=1e-5)
     assert relative_all(b.parameters, whole.parameters) < 1e-5
     for run, on in zip((a, b), accelerated, strict=True):
@@ -171,7 +171,7 @@ class Boom(Exception):
 def failing(tree: Any, where: str) -> Any:
     """A LightningModule of ``tree`` that fails in one of its methods."""
 
-    class Failing(tree.LightningModule):  # type: ignore[misc]
+    class Failing(tree.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = causal_lm()
@@ -217,3 +217,38 @@ def test_an_exception_takes_everything_back(where: str, tree: Any) -> None:
     # the same module trains again, as if nothing had been
     module.where = "nowhere"
     assert_engaged(fit(module, left_loader(), LigerCallback(verbose=False), tree=tree))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, torch.OutOfMemoryError])
+def test_interruptions_take_everything_back(error: type[BaseException]) -> None:
+    class Interrupted(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                raise error
+            return loss
+
+    module = Interrupted(causal_lm())
+    trainer = _trainer(LigerCallback(verbose=False))
+    with pytest.raises((error, SystemExit)):
+        trainer.fit(module, loader())
+    assert not [m for m in module.modules() if "forward" in vars(m)]
+    assert not {"setup", "batch_to_device"} & vars(trainer.strategy).keys()
+
+
+def test_the_random_stream_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout and shuffling after us are what they would have been."""
+    from lightning_liger import accelerate
+    from lightning_liger.padding import probe
+
+    monkeypatch.setattr(probe, "_VERDICTS", {})  # ask again
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)  # fork_rng restores no device it was not told of
+    torch.manual_seed(11)
+    model = causal_lm("gemma2")
+    seeded.clear()
+    before = torch.get_rng_state()
+    handle = accelerate(model)
+    assert handle.report.padding.applied == 1
+    assert torch.equal(torch.get_rng_state(), before) and not seeded
+    handle.revert()

@@ -164,7 +164,7 @@ def test_barebones() -> None:
     losses = []
     for callback in (None, LigerCallback()):
         module = Plain(causal_lm())
-        callbacks = [] if callback is None else [callback]
+        callbacks: Any = [] if callback is None else [callback]
         trainer = L.Trainer(accelerator="cpu", barebones=True, max_steps=4, callbacks=callbacks)
         trainer.fit(module, loader())
         losses.append([p.detach().norm().item() for p in module.parameters()])

@@ -66,7 +66,7 @@ def _apart() -> Iterator[None]:
         chatty.setLevel(logging.CRITICAL + 1)
         torch.set_default_dtype(torch.float32)
         try:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
             yield
         finally:
             torch.set_default_dtype(dtype)
