@@ -35,8 +35,10 @@ class _Lazify(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         view: View = ctx.view
-        _refuse_padding(view, grad)
         needs = ctx.needs_input_grad[1:]
+        if _reaches_padding(view, grad):
+            _through_the_padded_run(view, grad)
+            return (None, *(None for _ in needs))
         if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
             wanted = [t for t, need in zip(view.tensors(), needs, strict=True) if need]
             dense = view.dense()
@@ -49,18 +51,28 @@ class _Lazify(torch.autograd.Function):
         return (None, *(next(found) if need else None for need in needs))
 
 
-def _refuse_padding(view: View, grad: Tensor) -> None:
-    """Gradients come back past ``LazyRows``, so nobody could run the call padded when it was read.
+def _reaches_padding(view: View, grad: Tensor) -> bool:
+    pads = view.padding()
+    return pads is not None and bool(grad.movedim(view.vdim, -1)[pads].any())
+
+
+def _through_the_padded_run(view: View, grad: Tensor) -> None:
+    """Send ``grad`` through the padded run instead, as reentrant checkpointing does: straight into ``.grad``.
+
+    Gradients came back past ``LazyRows``, so nobody could run the call padded when it was read.
 
     Raises:
-        RuntimeError: some of them are of padded positions.
+        RuntimeError: under ``torch.autograd.grad``, which collects nothing from ``.grad``.
     """
-    pads = view.padding()
-    if pads is not None and bool(grad.movedim(view.vdim, -1)[pads].any()):
+    what = "a function outside of PyTorch's own operators"
+    if not torch.autograd._is_checkpoint_valid():
         raise RuntimeError(
-            "a function outside of PyTorch's own operators sends gradients to logits or hidden states of padded "
-            "positions, which padding removal does not compute. Set padding_free=False for this module."
+            f"{what} sends gradients to logits or hidden states of padded positions, which torch.autograd.grad and "
+            "backward(inputs=...) cannot collect here. Set padding_free=False for this module."
         )
+    with torch.enable_grad():
+        dense = view.scored(what).dense()
+    torch.autograd.backward(dense, grad)
 
 
 def lazy(view: View) -> LazyRows:

@@ -18,7 +18,7 @@ _MAX_BLOCK = 32768
 
 
 @triton.jit
-def _cross_entropy_kernel(
+def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     row_stride,
     target_ptr,
