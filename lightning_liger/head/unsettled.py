@@ -88,7 +88,7 @@ _SAME_POSITION_NAMES = (
 _PAIR_NAMES = (
     "add sub mul div subtract multiply divide true_divide eq ne lt le gt ge __add__ __radd__ __sub__ __rsub__ __mul__ "
     "__rmul__ __truediv__ __rtruediv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ maximum minimum logical_and "
-    "logical_or bitwise_and bitwise_or __and__ __or__ __rand__ __ror__ pow __pow__"
+    "logical_or bitwise_and bitwise_or __and__ __or__ __rand__ __ror__ pow __pow__ min max logaddexp hypot fmod"
 )
 _VANISHING_NAMES = "mul multiply __mul__ __rmul__ logical_and bitwise_and __and__ __rand__"
 
@@ -101,6 +101,10 @@ _SHAPES = _functions(_SHAPE_NAMES)
 _SAME = _functions(_SAME_POSITION_NAMES)
 _PAIRS = _functions(_PAIR_NAMES)
 _VANISHING = _functions(_VANISHING_NAMES)
+# with anything else these mean another function
+_PAIRS_OF_TENSORS = _functions("min max")
+_COPIES = _functions("contiguous clone detach")
+_RESHAPES = _functions("view reshape view_as reshape_as")
 _JOINS = {torch.cat, torch.stack, torch.concat, torch.concatenate}
 _PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta _version"
 _METHODS = "size dim numel __len__ stride is_contiguous is_floating_point __hash__"
@@ -117,7 +121,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _shaped(func, first, args[1:], kwargs)
         if func in _SAME and not _others(args[1:], kwargs):
             return _like(func(native(first), *args[1:], **kwargs), first.unknown, func, args, kwargs)
-    if func in _PAIRS and len(args) == 2 and not kwargs:
+    if func in _PAIRS and len(args) == 2 and not kwargs and (func not in _PAIRS_OF_TENSORS or _two(args)):
         return _pair(func, args)
     if func in _JOINS and isinstance(first, (tuple, list)):
         return _join(func, first, args[1:], kwargs)
@@ -129,6 +133,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func(first, *_settled(args[1:]), **_settled(kwargs))
         return first if isinstance(result, Tensor) and result is first else result
     return func(*_settled(args), **_settled(kwargs))
+
+
+def _two(args: tuple[Any, ...]) -> bool:
+    return all(isinstance(a, Tensor) for a in args)
 
 
 def _settled(tree: Any) -> Any:
@@ -166,8 +174,12 @@ def _like(values: Any, unknown: Tensor, func: Any, args: Any, kwargs: Any, base:
 def _shaped(func: Any, tensor: Unsettled, args: Any, kwargs: Any) -> Any:
     values = func(native(tensor), *args, **kwargs)
     known = {k: v for k, v in kwargs.items() if k != "memory_format"}
-    unknown = tensor.unknown if func in (T.contiguous, T.clone, torch.clone, T.detach, torch.detach) else None
-    if unknown is None:
+    if func in _COPIES:
+        unknown: Any = tensor.unknown
+    elif func in _RESHAPES:
+        # the map's own memory may be laid out otherwise than the values'
+        unknown = tensor.unknown.reshape(values.shape)
+    else:
         unknown = func(tensor.unknown, *args, **known)
     if isinstance(values, Tensor):
         return _like(values, unknown, func, (tensor, *args), kwargs, tensor)
