@@ -163,8 +163,9 @@ def _foreign(module: Any, switch: Switch) -> str:
     found = module.__dict__.get("forward")
     if isinstance(found, Rebound):
         return "accelerated by another accelerate() call"
-    if found is not None:
-        function = getattr(found, "__func__", found)
+    function = getattr(found, "__func__", found)
+    # an unpickled module carries its class's own method where a binding was
+    if found is not None and not (function is type(module).forward and getattr(found, "__self__", None) is module):
         return f"its forward was replaced by {getattr(function, '__qualname__', type(found).__name__)}"
     if defined_by(module).__module__.startswith("liger_kernel"):
         return "is Liger's already"

@@ -38,6 +38,8 @@ def stands_aside(x: object) -> str:
 
     Anything but a plain tensor (DTensor, fake, functional, quantised) has a meaning that a raw kernel does not know.
     """
+    if torch.compiler.is_compiling():
+        return "inside torch.compile, which fuses by itself"
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         return f"the input is a {type(x).__name__}"
     if x.device.type != "cuda" and not (interpreted() and x.device.type == "cpu"):
@@ -46,8 +48,6 @@ def stands_aside(x: object) -> str:
         return f"kernels are not compared in {x.dtype}"
     if x.numel() == 0:
         return "the input is empty"
-    if torch.compiler.is_compiling():
-        return "inside torch.compile, which fuses by itself"
     if torch._C._are_functorch_transforms_active():
         return "inside a torch.func transform"
     return ""

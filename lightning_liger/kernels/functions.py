@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def _graph_is_kept() -> bool:
@@ -23,12 +22,26 @@ def _graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, with an error under ``create_graph=True``: what it does is invisible to autograd."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Triton kernels have no second derivative (create_graph=True). Use kernels=False for this module."
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 @functools.cache
 def _rms_norm_function() -> Any:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     class RMSNorm(LigerRMSNormFunction):
-        backward = staticmethod(once_differentiable(LigerRMSNormFunction.backward))
+        backward = staticmethod(_once(LigerRMSNormFunction.backward))
 
     return RMSNorm
 
@@ -52,7 +65,7 @@ def _layer_norm_function() -> Any:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     class LayerNorm(LigerLayerNormFunction):
-        backward = staticmethod(once_differentiable(LigerLayerNormFunction.backward))
+        backward = staticmethod(_once(LigerLayerNormFunction.backward))
 
     return LayerNorm
 
@@ -95,7 +108,7 @@ class _SiLUMul(_GatedFunction):
         return _GatedFunction._forward(swiglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from liger_kernel.ops.swiglu import swiglu_backward
 
@@ -110,7 +123,7 @@ class _TanhGELUMul(_GatedFunction):
         return _GatedFunction._forward(geglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from liger_kernel.ops.geglu import geglu_backward
 
@@ -125,7 +138,7 @@ class _ExactGELUMul(_GatedFunction):
         return _GatedFunction._forward(exact_geglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from lightning_liger.kernels.exact_geglu import exact_geglu_backward
 
@@ -164,7 +177,7 @@ class _Rope(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         from liger_kernel.ops.rope import rope_backward
 
@@ -197,7 +210,7 @@ def _experts_function() -> Any:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     class Experts(LigerFusedMoEFunction):
-        backward = staticmethod(once_differentiable(LigerFusedMoEFunction.backward))
+        backward = staticmethod(_once(LigerFusedMoEFunction.backward))
 
     return Experts
 

@@ -61,10 +61,11 @@ def _result_is_ours(layer: nn.Module) -> bool:
 
 
 class GatedMLPBinding(KernelBinding):
-    def call(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return self.aside("not called with one tensor", *args, **kwargs)
         spec: GatedSpec = self.spec
-        if args or kwargs:
-            return self.aside("called with more than one tensor", x, *args, **kwargs)
+        (x,) = args
         if reason := stands_aside(x):
             return self.aside(reason, x)
         layers = self.module._modules

@@ -60,10 +60,11 @@ class _NormBinding(KernelBinding):
 
 
 class RMSNormBinding(_NormBinding):
-    def call(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return self.aside("not called with one tensor", *args, **kwargs)
         spec: RMSNormSpec = self.spec
-        if args or kwargs:
-            return self.aside("called with more than one tensor", x, *args, **kwargs)
+        (x,) = args
         weight = getattr(self.module, spec.weight) if spec.weight else None
         reason, dtype, out = self._prepare(x, weight)
         if reason:
@@ -76,10 +77,11 @@ class RMSNormBinding(_NormBinding):
 
 
 class LayerNormBinding(_NormBinding):
-    def call(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return self.aside("not called with one tensor", *args, **kwargs)
         spec: LayerNormSpec = self.spec
-        if args or kwargs:
-            return self.aside("called with more than one tensor", x, *args, **kwargs)
+        (x,) = args
         weight = getattr(self.module, spec.weight)
         reason, dtype, out = self._prepare(x, weight)
         if reason:
@@ -93,7 +95,8 @@ class LayerNormBinding(_NormBinding):
 
 class _NormPatch(KernelPatch):
     def is_named(self, module: nn.Module) -> bool:
-        return "norm" in type(module).__name__.lower()
+        name = type(module).__name__.lower()
+        return "norm" in name or "rms" in name
 
     def _vectors(self, module: nn.Module) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in module._parameters.items() if p is not None}
@@ -140,9 +143,9 @@ class RMSNormPatch(_NormPatch):
         weight = next(iter(self._vectors(module)), None)
         eps: list[float | None] = list(_eps_values(module))
         if isinstance(module, nn.RMSNorm) and module.eps is None:
-            eps.insert(0, None)
+            eps[:0] = [torch.finfo(torch.float32).eps, None]  # versions of torch differ about bf16
         offsets = (0.0, 1.0) if weight else (0.0,)
-        return [RMSNormSpec(weight, e, o, mode) for e in eps[:3] for o in offsets for mode in ("llama", "gemma")]
+        return [RMSNormSpec(weight, e, o, mode) for e in eps[:4] for o in offsets for mode in ("llama", "gemma")]
 
     def binding(self, module: nn.Module, switch: Switch, spec: Any, report: OpReport, dtypes: Dtypes) -> KernelBinding:
         return RMSNormBinding(module, switch, spec, report, dtypes)

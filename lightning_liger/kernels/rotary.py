@@ -137,10 +137,6 @@ class RopeBinding(KernelBinding):
 
     _forward: Callable[..., Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        # made anew on the copy: a function with globals of its own has no name to pickle
-        return {k: v for k, v in self.__dict__.items() if k != "_forward"}
-
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._forward is None:
             found = rotary_function(self.module)
