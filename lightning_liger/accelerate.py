@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.nn as nn
 
-from lightning_liger.head.apply import LazyHead, find_heads
+from lightning_liger.head.apply import LazyHead
+from lightning_liger.head.finding import find_heads
 from lightning_liger.kernels.apply import Kernels
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers, find_backbones

@@ -1,4 +1,4 @@
-"""Which linear layers are language-model heads, and their ``forward`` that answers with lazy logits."""
+"""The ``forward`` of a language-model head that answers with lazy logits."""
 
 from __future__ import annotations
 
@@ -70,74 +70,3 @@ def _whole(weight: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return not isinstance(weight, DTensor)
-
-
-def find_heads(module: nn.Module, named: str | None) -> tuple[list[nn.Linear], list[str]]:
-    """The heads to fuse, and why other candidates are not.
-
-    Args:
-        named: path given by the user; then only this one is taken.
-
-    Raises:
-        ValueError: ``named`` does not lead to an ``nn.Linear``.
-    """
-    if named is not None:
-        try:
-            chosen = module.get_submodule(named)
-        except AttributeError as error:
-            raise ValueError(f"head={named!r}: the module has no such submodule ({error}).") from None
-        if not isinstance(chosen, nn.Linear):
-            raise ValueError(f"head={named!r} is a {type(chosen).__name__}; it must be an nn.Linear.")
-        return [chosen], []
-    found: dict[nn.Module, None] = {}
-    refused: list[str] = []
-    inside: set[nn.Module] = set()
-    for model in module.modules():
-        if not any(k.__name__ == "PreTrainedModel" for k in type(model).__mro__):
-            continue
-        inside.update(m for m in model.modules() if m is not model)
-        head = _output_embeddings(model)
-        if head is None or head in found:
-            continue
-        reason = _refusal(head)
-        if reason is None:
-            found[head] = None
-        elif reason not in refused:
-            refused.append(reason)
-    for head in _by_shape(module, inside):
-        found.setdefault(head)
-    return list(found), refused  # type: ignore[arg-type]
-
-
-def _output_embeddings(model: Any) -> nn.Module | None:
-    try:
-        head = model.get_output_embeddings()
-    except (NotImplementedError, AttributeError):
-        return None
-    return head if isinstance(head, nn.Module) else None
-
-
-def _refusal(head: nn.Module) -> str | None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(head, FSDPModule):
-        return "the head is sharded by itself, so its weight is gone when the loss reads it"
-    if type(head) is not nn.Linear:
-        return f"the head is a {type(head).__module__}.{type(head).__name__}, whose own computation must be kept"
-    if head._forward_hooks or head._forward_pre_hooks:
-        return "the head carries forward hooks of its own"
-    return None
-
-
-def _by_shape(module: nn.Module, known: set[nn.Module]) -> list[nn.Linear]:
-    """Heads outside of transformers models: tied to an embedding, or the last projection onto an embedding's rows."""
-    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding) and m not in known]
-    shapes = {(e.num_embeddings, e.embedding_dim) for e in embeddings}
-    tables = {id(e.weight) for e in embeddings}
-    linears = [m for m in module.modules() if type(m) is nn.Linear and m not in known]
-    tied = [m for m in linears if id(m.weight) in tables]
-    if tied:
-        return tied
-    largest = max((rows for rows, _ in shapes), default=0)
-    untied = [m for m in linears if (m.out_features, m.in_features) in shapes and m.out_features == largest]
-    return untied[-1:]

@@ -81,7 +81,7 @@ def liger_linear_cross_entropy(
     if rows.shape[0] == 0:
         # Liger answers 0 where PyTorch answers NaN
         empty = rows.sum() * 0.0 + weight.sum() * 0.0
-        return empty.float() * (float("nan") if reduction == "mean" else 1.0)
+        return empty.float() + (float("nan") if reduction == "mean" else 0.0)
     loss: Tensor = _LigerLinearCrossEntropy.apply(
         rows, weight, bias, target, softcap_of(tail) or None, smoothing, reduction, dtype
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.tail import TailOp
+from lightning_liger.head.tail import TailOp, tail_with_slopes
 
 # One chunk of logits. Large enough that dW is accumulated few times, small beside the model. On a CPU the
 # chunk should stay near the cache, on a GPU it should fill the matrix units.
@@ -26,18 +26,6 @@ def chunk_rows(vocab: int, device: torch.device, entry_bytes: int = 4) -> int:
     """Rows per chunk, from a budget of memory rather than from the ratio of vocabulary to hidden size."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     return max(_MIN_ROWS[kind], _CHUNK_BYTES[kind] // (entry_bytes * vocab))
-
-
-def _tail_with_slopes(logits: Tensor, tail: tuple[TailOp, ...]) -> tuple[Tensor, list[Tensor | float]]:
-    slopes: list[Tensor | float] = []
-    for op in tail:
-        if op.kind == "scale":
-            logits = logits * op.factor
-            slopes.append(op.factor)
-        else:
-            logits = logits.tanh()
-            slopes.append(1 - logits * logits)
-    return logits, slopes
 
 
 def head_product(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -161,7 +149,7 @@ def _chunks(
 def _torch_chunk(
     z: Tensor, target: Tensor, tail: tuple[TailOp, ...], smoothing: float, row_scale: Tensor | float | None
 ) -> tuple[Tensor, Tensor | None]:
-    lifted, slopes = _tail_with_slopes(z.to(torch.float64 if z.dtype == torch.float64 else torch.float32), tail)
+    lifted, slopes = tail_with_slopes(z.to(torch.float64 if z.dtype == torch.float64 else torch.float32), tail)
     if lifted is z and row_scale is not None:
         lifted = lifted.clone()
     loss, gradient = _chunk_loss(lifted, target, smoothing, row_scale)
@@ -298,4 +286,5 @@ def linear_cross_entropy(
     loss: Tensor = _LinearCrossEntropy.apply(
         rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype, triton
     )
-    return loss * float("nan") if reduction == "mean" and not n else loss
+    # added, so that the gradients of a mean of nothing are zero, as in PyTorch
+    return loss + float("nan") if reduction == "mean" and not n else loss

@@ -139,10 +139,10 @@ def _labelled(
     else:
         share = 1.0 / keep.numel() if reduction == "mean" and keep.numel() and weight is None else 1.0
         (losses,) = per_row(view, position, program, (labels,), scale=share)
-        if reduction == "mean" and weight is not None:
+        if reduction == "mean" and not keep.numel():
+            losses = losses + float("nan")
+        elif reduction == "mean" and weight is not None:
             losses = losses / weight.to(losses.dtype)[labels].sum()
-        elif reduction == "mean" and not keep.numel():
-            losses = losses * float("nan")
     if reduction == "none":
         losses = losses.new_zeros(flat.numel()).index_put((keep,), losses).view(target.shape)
     return losses.to(_loss_dtype(input))

@@ -46,6 +46,19 @@ def apply_tail(logits: Tensor, tail: tuple[TailOp, ...]) -> Tensor:
     return logits
 
 
+def tail_with_slopes(logits: Tensor, tail: tuple[TailOp, ...]) -> tuple[Tensor, list[Tensor | float]]:
+    """``logits`` after a tail of scales and tanhs, and the derivative of each step."""
+    slopes: list[Tensor | float] = []
+    for op in tail:
+        if op.kind == "scale":
+            logits = logits * op.factor
+            slopes.append(op.factor)
+        else:
+            logits = logits.tanh()
+            slopes.append(1 - logits * logits)
+    return logits, slopes
+
+
 def is_elementwise(tail: tuple[TailOp, ...]) -> bool:
     """Whether each entry depends on itself alone, so that part of the vocabulary can be computed by itself."""
     return all(op.kind not in NORMALISERS for op in tail)
