@@ -6,10 +6,11 @@ instead on a copy of its code whose globals name another function.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -53,15 +54,35 @@ class RopeSpec:
 
 
 def rotary_function(layer: nn.Module) -> tuple[str, Callable[..., Any]] | None:
-    """``(name, function)`` of the rotary function that the layer's forward calls by a global name, or None."""
+    """``(name, function)`` of the rotary function that the layer's forward calls by a global name, or None.
+
+    Of several (for different configurations of one class), the first that rotates halves.
+    """
     forward = inspect.unwrap(defined_by(layer).forward)
     if not isinstance(forward, FunctionType):
         return None
-    for name in forward.__code__.co_names:
+    found = []
+    for name in _names(forward.__code__):
         value = forward.__globals__.get(name)
         if callable(value) and not isinstance(value, type) and ("rotary" in name.lower() or "rope" in name.lower()):
-            return name, value
-    return None
+            found.append((name, value))
+    if len(found) > 1:
+        found.sort(key=lambda f: _is_single(f[1]) is None or not _layouts(f[1], _head_dim(layer)))
+    return found[0] if found else None
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names of globals and attributes that the code, or a comprehension inside it, uses."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(n for c in inner for n in _names(c))]))
+
+
+def _head_dim(layer: nn.Module) -> int:
+    for owner in (layer, getattr(layer, "config", None)):
+        for name in ("head_dim", "head_size"):
+            if isinstance(value := getattr(owner, name, None), int):
+                return value
+    return _HEAD_DIM
 
 
 def _is_single(function: Callable[..., Any]) -> bool | None:
@@ -174,6 +195,25 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s, rest), -1)
 
 
+@functools.lru_cache(256)
+def _layouts(function: Callable[..., Any], head_dim: int) -> tuple[str, ...]:
+    """For which layouts of ``cos`` the function does what the formula says."""
+    layouts = []
+    for layout in ("full", "partial", "half"):
+        with torch.random.fork_rng(devices=[]):
+            states, cos, sin = _example(layout, head_dim, torch.device("cpu"), bool(_is_single(function)))
+        try:
+            with torch.no_grad():
+                out = function(*states, cos, sin)
+        except Exception:  # these shapes mean nothing to it
+            continue
+        out = (out,) if isinstance(out, Tensor) else out
+        expected = [_rotated(x, cos, sin, layout) for x in states]
+        if all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(out, expected, strict=True)):
+            layouts.append(layout)
+    return tuple(layouts)
+
+
 class RopePatch(KernelPatch):
     """Rotary embeddings that turn halves of a head, ``(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)``."""
 
@@ -187,15 +227,7 @@ class RopePatch(KernelPatch):
     def key(self, module: nn.Module) -> object:
         found = rotary_function(module)
         assert found is not None
-        return (defined_by(module).forward, *found, self._head_dim(module))
-
-    def _head_dim(self, module: nn.Module) -> int:
-        config = getattr(module, "config", None)
-        for owner in (module, config):
-            for name in ("head_dim", "head_size"):
-                if isinstance(value := getattr(owner, name, None), int):
-                    return value
-        return _HEAD_DIM
+        return (defined_by(module).forward, *found, _head_dim(module))
 
     def refusal(self, module: nn.Module) -> str:
         found = rotary_function(module)
@@ -213,36 +245,17 @@ class RopePatch(KernelPatch):
 
     def candidates(self, module: nn.Module) -> list[RopeSpec]:
         name, function = rotary_function(module) or ("", lambda: None)
-        layouts = self._layouts(module)
+        layouts = _layouts(function, _head_dim(module))
         plain = RopeSpec(name, bool(_is_single(function)), partial="partial" in layouts)
-        return [replace(plain, half=True)] if layouts == ["half"] else [plain]
-
-    def _layouts(self, module: nn.Module) -> list[str]:
-        """For which shapes of ``cos`` the function does what the formula says."""
-        found = rotary_function(module)
-        assert found is not None
-        single, head_dim = bool(_is_single(found[1])), self._head_dim(module)
-        layouts = []
-        for layout in ("full", "partial", "half"):
-            states, cos, sin = _example(layout, head_dim, torch.device("cpu"), single)
-            try:
-                with torch.no_grad():
-                    out = found[1](*states, cos, sin)
-            except Exception:  # these shapes mean nothing to it
-                continue
-            out = (out,) if isinstance(out, Tensor) else out
-            expected = [_rotated(x, cos, sin, layout) for x in states]
-            if all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(out, expected, strict=True)):
-                layouts.append(layout)
-        return layouts
+        return [replace(plain, half=True)] if layouts == ("half",) else [plain]
 
     def trial(self, module: nn.Module, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:
         found = rotary_function(module)
         assert found is not None
-        layouts = self._layouts(module)
+        layouts = _layouts(found[1], _head_dim(module))
         # the narrower layout exercises more of the kernel
-        layout = "partial" if "partial" in layouts else (layouts or ["full"])[0]
-        states, cos, sin = _example(layout, self._head_dim(module), device, bool(_is_single(found[1])))
+        layout = "partial" if "partial" in layouts else (layouts or ("full",))[0]
+        states, cos, sin = _example(layout, _head_dim(module), device, bool(_is_single(found[1])))
         return _RotaryTrial(found[1]), (*(x.requires_grad_() for x in states), cos, sin)
 
     def cast(

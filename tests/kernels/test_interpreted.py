@@ -18,9 +18,13 @@ GROUPS = {
     "mixtral": ("test_architectures.py", "mixtral"),
     "functions": ("test_functions.py", ""),
     "structures": ("test_structures.py", ""),
+    "rotary": ("test_rotary.py", ""),
+    "litgpt": ("test_litgpt.py", ""),
     "refusals": ("test_refusals.py", ""),
     "isolation": ("test_isolation.py", ""),
     "copies": ("test_copies.py", ""),
+    "options": ("test_options.py", ""),
+    "sharding": ("test_sharding.py", ""),
 }
 
 pytestmark = [
