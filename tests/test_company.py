@@ -119,7 +119,7 @@ def test_lora(target: list[str]) -> None:
 
     plain, ours = both(make, loader)
     assert_same(plain, ours)
-    assert_engaged(ours, fused="lm_head" not in target)
+    assert_engaged(ours)
     assert all("lora" in name for name in ours.gradients[0])
 
 
@@ -144,9 +144,13 @@ class Preference(Plain):
 
 
 def test_preferences_with_a_reference_model() -> None:
-    plain, ours = both(Preference, loader)
-    # the loss is about differences of sums of hundreds, whose last digit is 1e-5
-    assert_same(plain, ours, loss=1e-4, gradient=1e-4)
+    # in fp64: the loss is about differences of sums of hundreds, whose fp32 rounding is ten times any tolerance here
+    plain, ours = (
+        fit(Preference(), loader(), callback, precision="64-true")
+        for callback in (None, LigerCallback(verbose=False, bf16=False))
+    )
+    assert_same(plain, ours, loss=1e-9, gradient=1e-9, parameter=1e-9)
+    assert_engaged(ours)
     assert ours.report["padding_free"]["applied"] == 2
     assert ours.report["padding_free"]["packed_calls"] > 0
 
