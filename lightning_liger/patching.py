@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 _BYPASS: ContextVar[str | None] = ContextVar("lightning_liger_bypass", default=None)
@@ -90,6 +91,9 @@ class Rebound:
         return getattr, (self.module, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.previous is None:
+            # traced code has one shape and no lazy tensors in it; written so that Dynamo sees which function is meant
+            return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
         if not self.switch.on or _BYPASS.get() is not None:
             return self.original(*args, **kwargs)
         return self.call(*args, **kwargs)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch.nn as nn
+from torch._dynamo import OptimizedModule
 
 from lightning_liger.padding.attention import uses_attention_interface
 
@@ -24,6 +25,10 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and getattr(model.config, "is_encoder_decoder", False):
             inside_encoder_decoder.update(model.modules())
+    traced: set[nn.Module] = set()
+    for outer in module.modules():
+        if is_compiled(outer):
+            traced.update(outer.modules())
     found: list[nn.Module] = []
     refused: dict[nn.Module, str] = {}
     for model in module.modules():
@@ -34,6 +39,8 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
         name = type(model).__name__
         if model in inside_encoder_decoder:
             refused[model] = f"{name}: encoder-decoder models keep their padding"
+        elif model in traced:
+            refused[model] = f"{name}: torch.compile traces the backbone; compile its layers instead"
         elif "labels" in inspect.signature(type(model).forward).parameters:
             refused[model] = f"{name}: the model has no backbone apart from its head"
         elif not any(uses_attention_interface(m) for m in model.modules()):
@@ -41,6 +48,11 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
         else:
             found.append(model)
     return found, refused
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made this module, or ``module.compile()`` was called on it."""
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def attention_layers(backbone: nn.Module) -> list[nn.Module]:

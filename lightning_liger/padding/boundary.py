@@ -32,7 +32,7 @@ from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
 # Arguments of a backbone whose meaning is known, besides the token ones handled one by one below.
-_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids")
+_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
 _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
 _CACHES = ("past_key_values", "cache", "past_key_value")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

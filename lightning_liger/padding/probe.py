@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -123,12 +124,27 @@ def _ask(backbone: Any) -> Verdict:
 
 
 def _plain_both(tiny: Any) -> dict[bool, dict[str, Tensor]]:
-    """The padded runs, in double precision if the model has no part that insists on single."""
-    try:
-        return {left: _plain(tiny, left) for left in (False, True)}
-    except RuntimeError:
-        tiny.float()
-        return {left: _plain(tiny, left) for left in (False, True)}
+    """The padded runs, in double precision if the model has no part that insists on single.
+
+    Raises:
+        ValueError: real tokens come out as NaN in either.
+    """
+    for dtype in (torch.float64, torch.float32):
+        tiny.to(dtype)
+        try:
+            plain = {left: _plain(tiny, left) for left in (False, True)}
+        except RuntimeError:
+            if dtype == torch.float32:
+                raise
+            continue
+        if all(_finite(plain[left], _batch(tiny, left)[1].bool()) for left in plain):
+            return plain
+    raise ValueError("it gives NaN")
+
+
+def _finite(values: dict[str, Tensor], real: Tensor) -> bool:
+    """At real tokens; a row of padding that has nothing to attend to may be NaN."""
+    return all(bool((v[real] if v.shape[:2] == real.shape else v).isfinite().all()) for v in values.values())
 
 
 def _short(error: BaseException) -> str:
@@ -144,10 +160,24 @@ def _build(backbone: Any) -> Any:
     config._experts_implementation = "eager"  # grouped kernels have no double precision
     tiny = _original_class(type(backbone))(config).double().eval()
     with torch.no_grad():
+        if any(
+            getattr(torch.nn.init, n).__module__ != "torch.nn.init" for n in ("normal_", "kaiming_uniform_", "ones_")
+        ):
+            _initialise(tiny)  # a loader has switched initialisation off
         for parameter in tiny.parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(4.0)  # at initialisation attention is near uniform and hides what it attends to
     return tiny
+
+
+def _initialise(tiny: Any) -> None:
+    for name, parameter in tiny.named_parameters():
+        if parameter.dim() >= 2:
+            parameter.normal_(0.0, 0.02)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.uniform_(0.5, 1.5)
 
 
 def _original_class(cls: type) -> type:
@@ -211,9 +241,9 @@ def _worst(plain: dict[str, Tensor], other: dict[str, Tensor], real: Tensor) -> 
             raise RuntimeError(f"output {name!r} has another shape")
         if value.shape[:2] == real.shape:
             value, found = value[real], found[real]
-        error = (value.double() - found.double()).abs().max()
-        worst = max(worst, float(error / value.abs().max().clamp_min(1e-12)))
-    return worst if worst == worst else float("inf")
+        error = float((value.double() - found.double()).abs().max() / value.abs().max().clamp_min(1e-12))
+        worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
 
 
 def _is_causal(tiny: Any, plain: dict[str, Tensor]) -> bool:
