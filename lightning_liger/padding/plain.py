@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_liger.padding.attention import PackingError
 from lightning_liger.padding.layout import Layout
@@ -25,8 +26,10 @@ class PlainRun:
 
     def __init__(self, backbone: PackedBackbone, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
         self.backbone = backbone
-        self._args = args
-        self._kwargs = kwargs
+        # ids and masks are small and often written to afterwards; embeddings are large, and part of a graph
+        self._args, self._kwargs = tree_map_only(Tensor, _kept, (args, kwargs))
+        self._inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        self._versions = self._now()
         self._layout = layout
         self._with_gradients = torch.is_grad_enabled()
         self._outputs: dict[bool, Any] = {}
@@ -36,10 +39,20 @@ class PlainRun:
         graph = torch.is_grad_enabled()
         found = self._outputs.get(True, self._outputs.get(graph))
         if found is None:
+            if self._now() != self._versions:
+                raise PackingError(
+                    "padded positions of an earlier call, or its KV cache, are read after the weights or inputs were "
+                    "written to (by an optimizer step, perhaps). Padding removal did not compute them then and cannot "
+                    "now: read them before, or set padding_free=False."
+                )
             with bypass("a padded position was read"):
                 found = self._outputs[graph] = self.backbone.original(*self._args, **self._kwargs)
             self.backbone.report.ran_twice()
         return found
+
+    def _now(self) -> list[int]:
+        """How often each parameter, and each floating input, was written to."""
+        return [0 if t.is_inference() else t._version for t in (*self.backbone.module.parameters(), *self._inputs)]
 
     def value(self, path: tuple[Any, ...]) -> Tensor:
         """The output at ``path``."""
@@ -87,6 +100,10 @@ class PlainRun:
             f"{what} reads padded positions, whose values padding removal does not compute, and a sharded model "
             "cannot be run again on one rank. Set padding_free=False."
         )
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_floating_point() else tensor.clone()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from comparing import PAD, VOCAB, all_packed, batch, compare, sharpened, with_la
 from torch import Tensor
 
 from lightning_liger.accelerate import accelerate
+from lightning_liger.padding.attention import PackingError
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -196,6 +197,30 @@ def test_a_cache_in_training_carries_gradients() -> None:
         return sum(layer.values.square().mean() for layer in cache.layers)
 
     compare(causal(), step, batch(), batch(seed=1))
+
+
+def test_what_was_not_computed_before_the_weights_changed_is_not_made_up() -> None:
+    for read in (lambda out: float(out.logits[:, -1].sum()), lambda out: out.past_key_values.get_seq_length()):
+        model = causal()
+        accelerate(model)
+        out = model(**batch())
+        out.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(PackingError, match="after the weights or inputs were written to"):
+            read(out)
+
+
+def test_ids_that_are_written_to_after_the_call() -> None:
+    plain = causal().eval()
+    model = copy.deepcopy(plain)
+    accelerate(model)
+    found = []
+    for m in (plain, model):
+        inputs = batch()
+        out = m(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        inputs["input_ids"].fill_(5), inputs["attention_mask"].fill_(1)
+        found.append(out.logits + 0)
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_no_cache_when_none_is_wanted() -> None:
