@@ -237,6 +237,8 @@ class RopePatch(KernelPatch):
             return f"{name} is Liger's already, for every model of this process"
         if _is_single(function) is None:
             return f"{name}{_signature(function)} is not called with (q, k, cos, sin)"
+        if not _layouts(function, _head_dim(module)):
+            return f"{name} does not turn the halves of (B, heads, S, D) tensors"
         try:
             with_globals(defined_by(module).forward, name, function)
         except ValueError as error:
