@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.foreign_strategies import fit_to_strategy
 from lightning_liger.meter import Meter
 from lightning_liger.report import Report, printable
 from lightning_liger.settings import Settings, check_option_names
@@ -103,7 +104,7 @@ class LigerCallback(_Base):
         strategy_setup, batch_to_device = strategy.setup, strategy.batch_to_device
 
         def setup(trainer: Any) -> None:
-            self._apply(pl_module)
+            self._apply(trainer, pl_module)
             strategy_setup(trainer)
 
         def to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +129,12 @@ class LigerCallback(_Base):
                 "precision with LigerCallback(bf16=False)."
             )
 
-    def _apply(self, pl_module: Any) -> None:
-        self._accelerated = accelerate(pl_module, self.settings)
+    def _apply(self, trainer: Any, pl_module: Any) -> None:
+        settings, notes = fit_to_strategy(trainer.strategy, self.settings)
+        self._accelerated = accelerate(pl_module, settings)
         self.report = self._accelerated.report
+        for note in notes:
+            self.report.note(note)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class LigerCallback(_Base):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._first_batch or batch_idx == 0:
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
-            self._apply(pl_module)
+            self._apply(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._first_batch:

@@ -250,10 +250,8 @@ class PackedBackbone(Rebound):
 
     def is_sharded(self) -> bool:
         """Whether a forward is a collective, so that ranks must run the same number of them."""
-        from torch.distributed.tensor import DTensor
-
         if self._sharded is None:
-            self._sharded = any(isinstance(p, DTensor) for p in self.module.parameters())
+            self._sharded = any(_in_pieces(p) for p in self.module.parameters())
         return self._sharded
 
     def leave_padded(self, reason: str, *, training: bool) -> None:
@@ -265,3 +263,10 @@ class PackedBackbone(Rebound):
 
 def _first(call: dict[str, Any], *names: str) -> Any:
     return next((call[n] for n in names if call.get(n) is not None), None)
+
+
+def _in_pieces(parameter: Tensor) -> bool:
+    """Whether FSDP2, FSDP1 or ZeRO-3 holds the parameter."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor) or hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id")

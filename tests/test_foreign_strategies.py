@@ -1,0 +1,49 @@
+"""Strategies that keep parameters in pieces: what cannot be right there is off, with the reason in the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import Plain, assert_same, both, causal_lm, loader
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+
+from lightning_liger import Settings
+from lightning_liger.foreign_strategies import fit_to_strategy
+
+
+def test_an_ordinary_strategy_changes_nothing() -> None:
+    settings = Settings()
+    assert fit_to_strategy(SingleDeviceStrategy("cpu"), settings) == (settings, [])
+
+
+def test_the_head_is_not_fused_under_fsdp1() -> None:
+    settings, notes = fit_to_strategy(FSDPStrategy(), Settings())
+    assert not settings.fused_head and settings.padding_free
+    assert len(notes) == 1 and "FSDP1" in notes[0] and "ModelParallelStrategy" in notes[0]
+    assert fit_to_strategy(FSDPStrategy(), Settings(fused_head=False)) == (Settings(fused_head=False), [])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_head_is_not_fused_under_zero_3(stage: int) -> None:
+    # DeepSpeed itself needs CUDA to be made at all
+    strategy = type("DeepSpeedStrategy", (), {"zero_stage_3": stage == 3})()
+    settings, notes = fit_to_strategy(strategy, Settings())
+    assert settings.fused_head == (stage == 2)
+    assert bool(notes) == (stage == 3)
+
+
+def test_the_reason_reaches_the_report() -> None:
+    class FSDPStrategyLike(SingleDeviceStrategy):
+        pass
+
+    FSDPStrategyLike.__name__ = "FSDPStrategy"
+
+    def strategy() -> Any:
+        return FSDPStrategyLike("cpu")
+
+    plain, ours = both(lambda: Plain(causal_lm()), loader, strategy=strategy(), accelerator="auto", devices="auto")
+    assert_same(plain, ours)
+    assert ours.report["fused_head"]["fused_calls"] == 0
+    assert any("FSDP1" in note for note in ours.report["notes"])
+    assert ours.report["padding_free"]["packed_calls"] > 0
