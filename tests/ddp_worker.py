@@ -1,4 +1,7 @@
-"""Two gloo processes, run by ``torchrun``: plain and accelerated in each of several set-ups, compared on every rank."""
+"""Two processes, run by ``torchrun``: plain and accelerated in each of several set-ups, compared on every rank.
+
+Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_liger import LigerCallback
+
+
+ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
+BACKEND = "nccl" if ACCELERATOR == "gpu" else "gloo"
+DEVICE = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if ACCELERATOR == "gpu" else "cpu")
 
 
 def own_cross_entropy(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -89,7 +97,14 @@ def compare(name: str, make: Callable[[], Any], strategy: Callable[[], Any], **o
     for ours in (None, LigerCallback(verbose=False)):
         modules.append(make())
         sanity = {"num_sanity_val_steps": 1, "limit_val_batches": 2, "val_check_interval": 2}
-        given = {"devices": 2, "strategy": strategy(), "use_distributed_sampler": False, **sanity, **options}
+        given = {
+            "accelerator": ACCELERATOR,
+            "devices": 2,
+            "strategy": strategy(),
+            "use_distributed_sampler": False,
+            **sanity,
+            **options,
+        }
         runs.append(fit(modules[-1], _data(), ours, val=_data(), log_every_n_steps=2, **given))
     plain, mine = runs
     assert len(plain.losses) == 4
@@ -107,16 +122,17 @@ def compare(name: str, make: Callable[[], Any], strategy: Callable[[], Any], **o
 
 def check_sums(run: Run) -> None:
     """The rate is the sum over ranks of what each rank saw, and the same on every rank."""
-    seen = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
+    seen = [torch.zeros(2, dtype=torch.float64, device=DEVICE) for _ in range(2)]
     trained = [int(b["attention_mask"].sum()) for b in _data()]
-    mine = torch.tensor([sum(trained), run.report["metrics"]["liger/tokens_per_second"]], dtype=torch.float64)
+    rate = run.report["metrics"]["liger/tokens_per_second"]
+    mine = torch.tensor([sum(trained), rate], dtype=torch.float64, device=DEVICE)
     dist.all_gather(seen, mine)
     assert seen[0][0] != seen[1][0], "the ranks must hold different tokens, or a sum cannot be told from a multiple"
     assert seen[0][1] == seen[1][1] > 0
     assert run.metrics["liger/tokens_per_second"] > 0
     meter = run.report["metrics"]
     whole = sum(float(s[0]) for s in seen)
-    positions = torch.tensor([float(sum(b["input_ids"].numel() for b in _data()))])
+    positions = torch.tensor([float(sum(b["input_ids"].numel() for b in _data()))], device=DEVICE)
     dist.all_reduce(positions)
     # both figures are sums over the ranks: their ratio tells a sum from an extrapolation
     assert abs(meter["liger/padding_fraction"] - (1 - whole / float(positions))) < 1e-6
@@ -132,12 +148,12 @@ def main(which: str) -> None:
                 compare(
                     f"ddp find_unused_parameters={unused} {loss.__name__}",
                     partial(made, loss, "qwen2"),
-                    partial(DDPStrategy, process_group_backend="gloo", find_unused_parameters=unused),
+                    partial(DDPStrategy, process_group_backend=BACKEND, find_unused_parameters=unused),
                 )
         compare(
             "ddp accumulate and clip",
             lambda: Module(labels, "gpt2"),
-            lambda: DDPStrategy(process_group_backend="gloo", static_graph=False),
+            lambda: DDPStrategy(process_group_backend=BACKEND, static_graph=False),
             gradient_clip_val=0.1,
             accumulate_grad_batches=2,
             max_steps=2,
@@ -149,7 +165,7 @@ def main(which: str) -> None:
                     f"model parallel {kind} {loss.__name__}",
                     partial(Sharded, loss, kind),
                     lambda: ModelParallelStrategy(
-                        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+                        data_parallel_size=2, tensor_parallel_size=1, process_group_backend=BACKEND
                     ),
                 )
     dist.destroy_process_group()

@@ -8,15 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
 
 # Two processes that import Lightning and transformers take some 15 seconds of it; the comparisons share one launch.
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("which", ["ddp", "model_parallel"])
-def test_two_processes(which: str) -> None:
+def test_two_processes(which: str, accelerator: str) -> None:
+    if accelerator == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment["TEST_ACCELERATOR"] = accelerator
     done = subprocess.run(
         [*command, str(HERE / "ddp_worker.py"), which], env=environment, capture_output=True, text=True, timeout=150
     )
