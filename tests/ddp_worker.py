@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_liger import LigerCallback
 
-
 ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
 BACKEND = "nccl" if ACCELERATOR == "gpu" else "gloo"
 DEVICE = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if ACCELERATOR == "gpu" else "cpu")
