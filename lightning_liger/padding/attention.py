@@ -48,6 +48,12 @@ class PackedCall:
     attn_implementation: str
     backend: str
 
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """The keywords that say so, as flash attention in transformers takes them, and this call itself."""
+        cu_seqlens, longest = self.layout.on(device).cu_seqlens, max(self.layout.lengths)
+        lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        return {**lengths, "max_length_q": longest, "max_length_k": longest, "packed_call": self}
+
 
 @contextmanager
 def packed_attention(config: Any) -> Iterator[None]:
@@ -98,11 +104,12 @@ def _own_functions(module: nn.Module) -> Iterator[Any]:
 class PackedAttention(Rebound):
     """``forward`` of one attention layer: switches the interface over for packed calls, first run or recomputed."""
 
+    by_positions = False
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("packed_call") is not None:
-            with packed_attention(self.module.config):
-                return self.original(*args, **kwargs)
-        if _INSIDE.get():
+        if _packed_call(kwargs) is not None:
+            return self._packed(args, kwargs)
+        if _INSIDE.get() or (self.by_positions and torch._C._current_graph_task_id() != -1):
             raise PackingError(
                 f"{type(self.module).__name__} was not handed the document boundaries of the packed batch"
             )
@@ -110,9 +117,25 @@ class PackedAttention(Rebound):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A layer recomputed in backward must stay packed even when the switch went off in between.
-        if kwargs.get("packed_call") is not None:
-            return self.call(*args, **kwargs)
+        if _packed_call(kwargs) is not None:
+            return self._packed(args, kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _packed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "packed_call" not in kwargs:
+            # the decoder layer names the arguments that it hands on, and these are not among them
+            self.by_positions = True
+            call = _packed_call(kwargs)
+            assert call is not None
+            kwargs = {**kwargs, **call.arguments(kwargs["position_ids"].device)}
+        with packed_attention(self.module.config):
+            return self.original(*args, **kwargs)
+
+
+def _packed_call(kwargs: dict[str, Any]) -> PackedCall | None:
+    """From the keywords, or from the position ids that carry it through layers which drop keywords."""
+    given = kwargs.get("packed_call")
+    return given if given is not None else getattr(kwargs.get("position_ids"), "packed_call", None)
 
 
 def attention_forward(

@@ -177,16 +177,11 @@ class PackedBackbone(Rebound):
         for name in _TOKEN_ARGUMENTS:
             if packed.get(name) is not None:
                 packed[name] = packed[name].flatten(0, 1)[placed.gather][None]
-        longest = max(layout.lengths)
         config = self.module.config
-        packed.update(
-            position_ids=self._positions(call, layout, tokens.device),
-            cu_seq_lens_q=placed.cu_seqlens,
-            cu_seq_lens_k=placed.cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
-            packed_call=PackedCall(layout, config._attn_implementation or "eager", self.backend),
-        )
+        packed_call = PackedCall(layout, config._attn_implementation or "eager", self.backend)
+        positions: Any = self._positions(call, layout, tokens.device)
+        positions.packed_call = packed_call
+        packed.update(packed_call.arguments(tokens.device), position_ids=positions)
         if "use_cache" in self._names or self._variadic:
             packed["use_cache"] = False
         as_tuple = self._wants_tuple(call)

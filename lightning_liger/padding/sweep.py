@@ -48,7 +48,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": 8},
     "luke": {"entity_emb_size": 64},
     "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2, "qk_channels": 32},
-    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "reformer": {"axial_pos_embds": False},
     "xlstm": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
 }
@@ -144,7 +144,7 @@ def _plain_steps(model: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]
     Raises:
         ValueError: not even a right-padded batch gives numbers, or not the same ones twice.
     """
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", 128)
     pad = getattr(model.config, "pad_token_id", None)
     pad = pad if isinstance(pad, int) and 0 <= pad < vocabulary else 0
     sides = ((False, True), (True, False), (True, True))

@@ -19,13 +19,13 @@ _SIZES = {
     1: "n_shared_experts n_group topk_group mamba_n_groups n_groups mamba_ngroups dense_attention_every_n_layers "
     "moe_layer_start_index first_k_dense_replace attn_layer_offset num_shared_experts num_nextn_predict_layers",
     16: "head_dim attention_head_dim d_kv global_head_dim swa_head_dim q_lora_rank kv_lora_rank v_head_dim qk_head_dim "
-    "mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size linear_key_head_dim linear_value_head_dim",
+    "mamba_d_state mamba_d_head mamba_head_dim mamba_headdim mamba_chunk_size chunk_size linear_key_head_dim linear_value_head_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
-    8: "qk_rope_head_dim qk_nope_head_dim state_size mamba_d_state mamba_n_heads mamba_num_heads n_mamba_heads "
+    8: "qk_rope_head_dim qk_nope_head_dim state_size mamba_n_heads mamba_num_heads n_mamba_heads "
     "hidden_size_per_layer_input laurel_rank rotary_dim sliding_window attention_window_size local_attention "
     "attention_chunk_size index_topk",
     256: "max_position_embeddings n_positions n_ctx max_seq_len",
-    128: "mamba_d_ssm vocab_size entity_vocab_size padded_vocab_size vocab_size_per_layer_input",
+    128: "mamba_d_ssm attention_hidden_size decoder_vocab_size vocab_size entity_vocab_size padded_vocab_size vocab_size_per_layer_input",
 }
 _LAYER_COUNTS = "num_hidden_layers n_layer n_layers num_layers"
 _HEAD_COUNTS = "num_attention_heads n_head n_heads num_heads"
@@ -90,6 +90,8 @@ def _shrink(config: Any, depth: int) -> None:
         _set(config, "use_cache", False)
     if isinstance(getattr(config, "qk_rope_head_dim", None), int) and "head_dim" in own:
         _set(config, "head_dim", config.qk_rope_head_dim)
+    if {"attention_hidden_size", "attention_head_dim"} <= own:
+        _set(config, "attention_head_dim", config.attention_hidden_size // config.num_attention_heads)
     if {"expand", "state_size", "num_heads", "head_dim"} <= own:  # a state-space layer without attention
         _set(config, "head_dim", config.expand * config.hidden_size // config.num_heads)
     _shrink_rope(config)

@@ -326,3 +326,14 @@ def test_embeddings_instead_of_ids() -> None:
         return model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"], labels=inputs["labels"]).loss
 
     assert all_packed(compare(causal(), step, batch()))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_decoder_layers_that_drop_keywords(reentrant: bool | None) -> None:
+    torch.manual_seed(0)
+    model = sharpened(hf.StableLmForCausalLM(hf.StableLmConfig(**SIZES)))
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    report = compare(model, with_labels, batch(), batch((4, 10), seed=1), batch(left=True))
+    assert all_packed(report), report.off
