@@ -138,7 +138,7 @@ class PackedBackbone(Rebound):
 
     def _check_arguments(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
         known = {*_TOKEN_ARGUMENTS, *_FLAGS, *_CACHES, *_PACKED, "attention_mask", "position_ids"}
-        known.add("output_router_logits")
+        known |= {"output_router_logits"} | ({"labels"} - set(self._names))
         for name, value in call.items():
             if name in known or value is None:
                 continue
@@ -173,7 +173,8 @@ class PackedBackbone(Rebound):
     def _run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
         tokens = _first(call, "input_ids", "inputs_embeds")
         placed = layout.on(tokens.device)
-        packed = {k: v for k, v in call.items() if v is not None and k != "attention_mask"}
+        # labels that the backbone does not name have only come along with the other keywords
+        packed = {k: v for k, v in call.items() if v is not None and k not in ("attention_mask", "labels")}
         for name in _TOKEN_ARGUMENTS:
             if packed.get(name) is not None:
                 packed[name] = packed[name].flatten(0, 1)[placed.gather][None]
