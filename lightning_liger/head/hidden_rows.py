@@ -39,6 +39,11 @@ _BINARY |= {T.__add__, T.__radd__, T.__sub__, T.__rsub__, T.__mul__, T.__rmul__,
 
 _OVER_WIDTH: set[Any] = {torch.mean, T.mean}
 
+# One number from each row.
+_REDUCTIONS: set[Any] = {
+    getattr(o, n) for n in ("argmax", "argmin", "sum", "mean", "amax", "amin", "logsumexp") for o in (torch, T)
+}
+
 # After these padding may no longer matter: a mask removes it, or a few of the positions are picked.
 _MASKING: set[Any] = {torch.mul, torch.multiply, T.mul, T.multiply, T.__mul__, T.__rmul__, torch.where, T.where}
 _MASKING |= {torch.masked_fill, T.masked_fill, T.squeeze, torch.squeeze, T.select, torch.select, T.__getitem__}
@@ -75,6 +80,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is F.cross_entropy:
         return _cross_entropy(*args, **kwargs)
     result = _on_rows(func, args, kwargs)
+    if result is NotImplemented and func in _REDUCTIONS and _is_over_width(args, kwargs):
+        return _on_known(func, args, kwargs)
     if result is not NotImplemented or func not in _MASKING:
         return result
     return _on_known(func, args, kwargs)
@@ -109,6 +116,14 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return lazy(replace(first, source=replace(first.source, rows=rows, plain=plain, path=()), dtype=rows.dtype))
 
 
+def _is_over_width(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    tensor = args[0] if args else None
+    if not isinstance(tensor, LazyRows) or not isinstance(dim, int) or isinstance(dim, bool):
+        return False
+    return dim % tensor.dim() == tensor.view_.vdim and not kwargs.get("keepdim") and len(args) < 3
+
+
 def _on_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on values that know which of them nobody has computed yet."""
     lazies = [a for a in (*args, *kwargs.values()) if isinstance(a, LazyRows)]
@@ -128,6 +143,8 @@ def _on_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return values
 
     values = view.dense()
+    if func in _REDUCTIONS:
+        return unsettled(func(values, *args[1:], **kwargs), pads, lambda: func(compute(), *args[1:], **kwargs))
     known = unsettled(values, pads.unsqueeze(view.vdim).expand(values.shape), compute)
     args = tuple(known if isinstance(a, LazyRows) else a for a in args)
     return func(*args, **{k: known if isinstance(a, LazyRows) else a for k, a in kwargs.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 import transformers as hf
 from comparing import PAD, VOCAB, all_packed, batch, compare, sharpened
 from torch import Tensor
+
+from lightning_liger.accelerate import accelerate
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -165,3 +168,47 @@ def test_a_loss_that_scores_padding_in_a_later_batch_only() -> None:
     scoring = batch(seed=1)
     scoring["labels"][:] = 5
     compare(model, step, batch(), scoring, batch(seed=2))
+
+
+def test_accuracy_of_a_token_classifier_in_its_training_step() -> None:
+    seen: list[float] = []
+
+    def step(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        out = model(**inputs)
+        counted = inputs["labels"] >= 0
+        right = (out.logits.argmax(-1) == inputs["labels"])[counted]
+        seen.append(float(right.double().mean()))
+        return out.loss
+
+    model = build(hf.AutoModelForTokenClassification, encoder_config("bert"))
+    inputs = batch()
+    inputs["labels"] = torch.where(inputs["labels"] < 0, -100, inputs["labels"] % 3)
+    report = compare(model, step, inputs)
+    assert all_packed(report), report.off
+    assert seen[0] == seen[1]
+
+
+def test_predictions_everywhere_are_the_padded_ones() -> None:
+    plain = build(hf.AutoModelForTokenClassification, encoder_config("bert")).eval()
+    model = copy.deepcopy(plain)
+    accelerate(model)
+    inputs = {k: v for k, v in batch().items() if k != "labels"}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits.argmax(-1) * 1, plain(**inputs).logits.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_low_precision(kind: str) -> None:
+    """Packed and padded differ by no more than the precision does."""
+    plain = build(hf.AutoModelForTokenClassification, encoder_config(kind)).float()
+    inputs = batch()
+    inputs["labels"] = torch.where(inputs["labels"] < 0, -100, inputs["labels"] % 3)
+    exact = plain(**inputs).loss
+    model = copy.deepcopy(plain)
+    handle = accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = plain(**inputs), model(**inputs)
+    assert found.loss.dtype == expected.loss.dtype and found.logits.dtype == expected.logits.dtype
+    error = float((expected.loss - exact).abs())
+    assert float((found.loss - exact).abs()) <= 3 * error + 1e-3
+    assert all_packed(handle.report.padding)
