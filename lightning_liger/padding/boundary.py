@@ -126,7 +126,7 @@ class PackedBackbone(Rebound):
         if not torch.is_grad_enabled() and self.is_sharded():
             raise Unsuitable("evaluation of a sharded model")
         pad = getattr(config, "pad_token_id", None)
-        return find_layout(
+        layout = find_layout(
             call,
             tokens,
             self.book,
@@ -135,6 +135,9 @@ class PackedBackbone(Rebound):
             flash=str(config._attn_implementation).startswith("flash"),
             pad=pad if isinstance(pad, int) else None,
         )
+        if layout.reach < shape[1] and _rotates_by_length(config):
+            raise Unsuitable("rotary positions are scaled by the padded length, which is longer than every row")
+        return layout
 
     def _check_arguments(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
         known = {*_TOKEN_ARGUMENTS, *_FLAGS, *_CACHES, *_PACKED, "attention_mask", "position_ids"}
@@ -255,6 +258,15 @@ class PackedBackbone(Rebound):
         if training not in self.off:
             self.off[training] = reason
             self.report.switched_off(type(self.module).__name__, reason, training=training)
+
+
+def _rotates_by_length(config: Any) -> bool:
+    """Whether rotary frequencies depend on how long the batch is: ``dynamic`` and ``longrope`` scaling."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(rope, dict):
+        return False
+    kinds = [r.get("rope_type", r.get("type")) for r in (rope, *rope.values()) if isinstance(r, dict)]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
 def _first(call: dict[str, Any], *names: str) -> Any:

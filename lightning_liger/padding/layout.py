@@ -93,6 +93,11 @@ class Layout:
         return self.tokens < self.shape[0] * self.shape[1]
 
     @property
+    def reach(self) -> int:
+        """Columns up to the last one that holds a real token."""
+        return int((self.gather % self.shape[1]).max()) + 1
+
+    @property
     def documents_share_rows(self) -> bool:
         return len(self.lengths) > self.shape[0]
 

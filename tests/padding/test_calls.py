@@ -96,6 +96,19 @@ def test_a_mask_of_ones_over_padding_is_left_alone_and_said_once() -> None:
     assert report.off == ["the attention mask is all ones over what looks like padding, so it is attended to"]
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_scaling_by_length(rope_type: str) -> None:
+    """Frequencies change where the batch, padding included, grows beyond the original length."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 10
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = causal("llama", rope_parameters=rope, max_position_embeddings=10)
+    padded_further, as_long_as_its_rows = batch((4, 7), to=16), batch((5, 14), seed=1)
+    report = compare(model, with_labels, padded_further, as_long_as_its_rows, batch((4, 7), to=16, left=True))
+    assert report.packed_calls == 2 and "padded length" in report.off[0]
+
+
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
