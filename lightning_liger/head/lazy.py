@@ -78,7 +78,8 @@ def _through_the_padded_run(view: View, grad: Tensor) -> None:
 def lazy(view: View) -> LazyRows:
     """The lazy tensor of ``view``, with a place in the autograd graph."""
     inputs = view.tensors()
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
+    differentiable = torch.is_grad_enabled() and view.dtype.is_floating_point
+    if not differentiable or not any(t.requires_grad for t in inputs):
         return LazyRows(view)
     made: LazyRows = _Lazify.apply(view, *inputs)
     made.node = _native(made, _GRAD_FN)
@@ -120,6 +121,7 @@ class LazyRows(Tensor):
     replay: Callable[..., Any] | None
     pinned_at: int | None
     consumed_by: str | None
+    versions: list[tuple[Tensor, int]]
 
     @staticmethod
     def __new__(cls, view: View) -> LazyRows:
@@ -129,6 +131,7 @@ class LazyRows(Tensor):
         made.view_ = view
         made.node = made.held = made.held_without_graph = made.replay = made.pinned_at = made.consumed_by = None
         made.parents = ()
+        made.versions = [(t, version_of(t)) for t in view.tensors()]
         return made
 
     # __new__ took everything; Tensor.__init__ takes no arguments
@@ -182,10 +185,24 @@ class LazyRows(Tensor):
             self.pinned_at = pins[0]
 
     def consume(self, what: str) -> None:
-        """Note that a reader took its rows past this tensor, whose own gradient therefore never exists."""
+        """Note that a reader takes its rows past this tensor, whose own gradient therefore never exists."""
+        self.check_unchanged(what)
         self.consumed_by = what
         for parent in self.parents:
             parent.consume(what)
+
+    def check_unchanged(self, what: str) -> None:
+        """Refuse to compute values from weights or rows that are others now than when the logits were made.
+
+        Raises:
+            RuntimeError: something wrote into them, such as an optimizer's step.
+        """
+        if any(version_of(t) != version for t, version in self.versions):
+            raise RuntimeError(
+                f"{what} reads logits whose weights, or a tensor they were combined with, changed in place since they "
+                "were made; they are computed only now. Read them before the change (an optimizer's step), or set "
+                "fused_head=False for this module."
+            )
 
     def is_live(self) -> bool:
         """Whether gradients may be sent straight to the rows: the graph is the one that was made with the tensor."""
@@ -205,6 +222,7 @@ class LazyRows(Tensor):
             return found
         if not torch.is_grad_enabled() and self.held_without_graph is not None:
             return self.held_without_graph
+        self.check_unchanged(what)
         if self.view_.source.head is not None:
             self.view_.source.head.report.materialised(what)
         if not self.is_live():

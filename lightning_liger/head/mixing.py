@@ -36,15 +36,20 @@ def step(view: View, function: Callable[[Tensor], Tensor]) -> Any:
     dtype = _probe(function, view)
     if dtype is None:
         return NotImplemented
-    return replace(view, tail=(*view.tail, TailOp("call", step=function)), dtype=dtype)
+    return _with_dtype(replace(view, tail=(*view.tail, TailOp("call", step=function))), dtype)
+
+
+def _with_dtype(view: View, dtype: torch.dtype) -> View:
+    """Truth values have no gradient, whatever they are cast to later."""
+    return replace(view if dtype.is_floating_point else view.mapped(torch.Tensor.detach), dtype=dtype)
 
 
 def _probe(function: Callable[..., Tensor], *views: Any) -> torch.dtype | None:
-    """The dtype torch answers with, under autocast too; None unless it is a floating one."""
+    """The dtype torch answers with, under autocast too; None unless it is a floating one or bool."""
     ones = [torch.ones((1, 1), dtype=v.dtype, device=v.source.device) for v in views]
     with torch.no_grad():
         dtype = function(*ones).dtype
-    return dtype if dtype.is_floating_point else None
+    return dtype if dtype.is_floating_point or dtype == torch.bool else None
 
 
 # -- one tensor ------------------------------------------------------------------------------------------------------
@@ -64,7 +69,7 @@ def _unary(name: str) -> None:
 
 _UNARY = (
     "exp log log1p expm1 sigmoid abs sqrt square clamp clamp_min clamp_max clip relu softplus nan_to_num reciprocal "
-    "pow erf logsigmoid hardtanh"
+    "pow erf logsigmoid hardtanh isnan isinf isfinite"
 )
 for _name in _UNARY.split():
     _unary(_name)
@@ -135,6 +140,8 @@ _binary(torch.div, "div", "divide", "true_divide", "__truediv__", reflected=("__
 _binary(torch.maximum, "maximum")
 _binary(torch.minimum, "minimum")
 _binary(torch.logaddexp, "logaddexp")
+for _compare in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _binary(getattr(torch, _compare), _compare, f"__{_compare}__")
 _binary(torch.xlogy, "xlogy")
 
 
@@ -148,6 +155,7 @@ def mixed(function: Callable[[Any, Any], Tensor], a: Any, b: Any) -> Any:
     if not has_head(view):
         return NotImplemented
     if _is_number(other) or (isinstance(other, Tensor) and other.dim() == 0 and _is_constant(other)):
+        other = other.clone() if isinstance(other, Tensor) else other  # it may change before it is used
         made = _with_number(function, view, other, first)
         return (
             made
@@ -163,7 +171,7 @@ def mixed(function: Callable[[Any, Any], Tensor], a: Any, b: Any) -> Any:
     dtype = _probe(function, left, right)
     if dtype is None:
         return NotImplemented
-    made = lazy(joined(function, left, right, view.vdim, dtype))
+    made = lazy(_with_dtype(joined(function, left, right, view.vdim, dtype), dtype))
     if isinstance(other, LazyRows):
         made.parents = (tensor, other) if first else (other, tensor)
         made.replay = function
@@ -186,7 +194,7 @@ def _with_number(function: Callable[[Any, Any], Tensor], view: View, other: Any,
             return _scaled(view, other)
         if function is torch.div and first and other != 0:
             return _scaled(view, 1.0 / other)
-        if function not in (torch.add, torch.sub, torch.mul, torch.div, torch.xlogy):
+        if function in (torch.maximum, torch.minimum, torch.logaddexp):
             return NotImplemented  # torch itself wants two tensors
     elif other.device != view.source.device:
         return NotImplemented

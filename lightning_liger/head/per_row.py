@@ -61,11 +61,11 @@ class _Plan:
             left = self._expression(source.left, self._at(source.left, position))
             right = self._expression(source.right, self._at(source.right, position))
             op = source.op
-            return lambda z: apply_tail(op(left(z), right(z)), tail)
+            return lambda z: _lifted(apply_tail(_lifted(op(left(z), right(z)), dtype), tail), dtype)
         slot = self._slot(source, position)
         if dtype == torch.float64:
             return lambda z: apply_tail(z[slot].double(), tail)
-        return lambda z: apply_tail(z[slot], tail)
+        return lambda z: _lifted(apply_tail(z[slot], tail), dtype)
 
     def _at(self, view: View, position: Tensor) -> Tensor:
         """``view.position`` at ``position``; views with the same map share the answer, and so their products."""
@@ -104,6 +104,11 @@ class _Plan:
     def products(self, tensors: Sequence[Sequence[Tensor | None]], part: slice) -> list[Tensor]:
         """The rows of every leaf in the dtype of the computation, fp32 at least."""
         return [_product(leaf, given, part) for leaf, given in zip(self.leaves, tensors, strict=True)]
+
+
+def _lifted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Truth values that were cast to numbers; numbers stay as precise as they are."""
+    return values.to(dtype) if dtype.is_floating_point and not values.is_floating_point() else values
 
 
 def _product(leaf: _Leaf, tensors: Sequence[Tensor | None], part: slice) -> Tensor:

@@ -177,6 +177,23 @@ reader(T.amax, torch.amax)(_reduction(lambda z: z.amax(-1), torch.amax))
 reader(T.amin, torch.amin)(_reduction(lambda z: z.amin(-1), torch.amin))
 
 
+def _question(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def handler(tensor: LazyRows, dim: Any = None, keepdim: bool = False) -> Any:
+        view = tensor.view_
+        if dim is not None and (not isinstance(dim, int) or dim_of(view, dim) != view.vdim):
+            return NotImplemented
+        (found,) = rowwise(tensor, lambda z: (function(z, -1),), function.__name__)
+        if dim is None:
+            return function(found)
+        return found.unsqueeze(view.vdim) if keepdim else found
+
+    return handler
+
+
+reader(T.any, torch.any)(_question(torch.any))
+reader(T.all, torch.all)(_question(torch.all))
+
+
 def _extreme(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
     def handler(tensor: LazyRows, dim: Any = None, keepdim: bool = False) -> Any:
         view = tensor.view_

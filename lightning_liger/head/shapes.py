@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.lazy import HANDLERS, Handler, LazyRows, View, lazy
+from lightning_liger.head.lazy import HANDLERS, Handler, LazyRows, View, handles, lazy
 
 T = Tensor
 
@@ -85,18 +86,21 @@ def sizes_of(shape: tuple[Any, ...]) -> list[int] | None:
 
 
 def _reshaped(view: View, sizes: list[int], how: Callable[..., Tensor] = T.reshape) -> Any:
-    total, width = view.position.numel(), view.source.width
-    if view.vdim != view.position.dim() or not total or not sizes:
+    """Any shape in which the vocabulary stays a dim of its own."""
+    total, width = math.prod(view.shape), view.source.width
+    if not total or width == 1:
         return NotImplemented
-    if sizes[-1] == -1:
-        known = 1
-        for size in sizes[:-1]:
-            known *= size
-        if -1 in sizes[:-1] or known != total:
+    if -1 in sizes:
+        known = math.prod(s for s in sizes if s != -1)
+        if sizes.count(-1) > 1 or not known or total % known:
             return NotImplemented
-    elif sizes[-1] != width:
-        return NotImplemented
-    return replace(view, position=how(view.position, sizes[:-1]), vdim=len(sizes) - 1)
+        sizes = [total // known if s == -1 else s for s in sizes]
+    before, seen = math.prod(view.position.shape[: view.vdim]), 1
+    for vdim, size in enumerate(sizes):
+        if size == width and seen == before and math.prod(sizes) == total:
+            return replace(view, position=how(view.position, sizes[:vdim] + sizes[vdim + 1 :]), vdim=vdim)
+        seen *= size
+    return NotImplemented
 
 
 @view_of(T.view)
@@ -212,7 +216,7 @@ def _movedim(view: View, source: Any, destination: Any) -> Any:
     return _permuted(view, [at[n] if n in at else next(rest) for n in range(len(view.shape))])
 
 
-@view_of(T.expand)
+@view_of(T.expand, T.broadcast_to, torch.broadcast_to)
 def _expand(view: View, *size: Any, **kwargs: Any) -> Any:
     sizes = sizes_of(size or (kwargs["size"],))
     if sizes is None or len(sizes) < len(view.shape):
@@ -227,6 +231,13 @@ def _expand(view: View, *size: Any, **kwargs: Any) -> Any:
 @view_of(T.expand_as)
 def _expand_as(view: View, other: Tensor) -> Any:
     return _expand(view, tuple(other.shape))
+
+
+@handles(torch.broadcast_tensors)
+def _broadcast_tensors(*tensors: Any) -> Any:
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    made = tuple(t.expand(shape) for t in tensors)
+    return made if any(isinstance(t, LazyRows) for t in made) else NotImplemented
 
 
 @view_of(T.repeat, torch.tile, T.tile)

@@ -66,6 +66,8 @@ def native(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
+# torch.compile cannot trace attributes that are set on a tensor on its way
+@torch.compiler.disable
 def unsettled(values: Tensor, unknown: Tensor, compute: Callable[[], Tensor], base: Unsettled | None = None) -> Tensor:
     """``values`` with ``unknown`` (bool, same shape) positions that ``compute`` can fill in."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -131,6 +131,15 @@ def reshape(s: State, r: random.Random) -> State:
 
 
 @op
+def reshape_around(s: State, r: random.Random) -> State:
+    """The vocabulary stays where it is."""
+    before, after = s.x.shape[: s.v], s.x.shape[s.v + 1 :]
+    forms = [(-1, s.x.shape[s.v], after.numel()), (*before, s.x.shape[s.v], -1), (before.numel(), -1, *after)]
+    i = r.randrange(3)
+    return State(s.x.reshape(forms[i]), [1, s.v, 1][i])
+
+
+@op
 def unflatten(s: State, r: random.Random) -> State:
     d = r.choice(s.lead)
     n = s.x.shape[d]

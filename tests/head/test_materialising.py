@@ -229,6 +229,9 @@ def test_compiled_loss_functions() -> None:
     for fullgraph in (False, True):
         compiled = torch.compile(loss_of, backend="eager", fullgraph=fullgraph)
         assert_same(case(), compiled)
+    for padded in (False, True):
+        torch._dynamo.reset()
+        assert_same(case(padded=padded), torch.compile(LOSSES["gather"], backend="aot_eager"))
     torch._dynamo.reset()
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import product
 
 import pytest
@@ -42,7 +43,14 @@ def check(tail_spec: tuple[float | str, ...], smoothing: float, reduction: str, 
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def _interprets_loops() -> bool:
+    """Interpreters before 3.9 stumble over a loop bound that is a kernel argument."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+
+
+@pytest.mark.skipif(not _interprets_loops(), reason="needs the interpreter of triton 3.9")
 def test_interpreted_kernel_equals_pytorch() -> None:
     # The variable must be set before triton is imported, and must not reach the other tests.
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

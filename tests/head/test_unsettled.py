@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from lazy_cases import assert_same, case
 from torch import Tensor
 
@@ -83,6 +84,52 @@ def test_masks_keep_padding_out(name: str, seed: int) -> None:
     c, mask = case(padded=True, seed=seed), real(seed)
     assert_same(c, lambda x: MASKED[name](x, mask), fused=True)
     assert c.plain.reads == []
+
+
+METRICS = {
+    "perplexity": torchmetrics.text.Perplexity(ignore_index=-100),
+    "accuracy": torchmetrics.classification.MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100),
+    "top 3": torchmetrics.classification.MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100, top_k=3),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", list(METRICS))
+def test_torchmetrics(name: str, padded: bool) -> None:
+    c = case(padded=padded)
+    labels = IDS if c.mask is None else IDS.masked_fill(~c.mask, -100)
+
+    def function(x: Tensor) -> Tensor:
+        x = x.detach()
+        flat = (x, labels) if name == "perplexity" else (x.reshape(-1, VOCAB), labels.reshape(-1))
+        found: Tensor = METRICS[name](*flat)
+        return found
+
+    if name == "top 3":  # it writes into what it is given
+        assert_same(c, function, 1e-6)
+    else:
+        assert_same(c, function, 1e-6, fused=True)
+        assert c.plain.reads == []
+
+
+def test_distributions() -> None:
+    def function(x: Tensor) -> Tensor:
+        distribution = torch.distributions.Categorical(logits=x)
+        return distribution.log_prob(IDS).sum() - 0.01 * distribution.entropy().mean()
+
+    assert_same(case(), function, fused=True)
+
+
+def test_guards_against_bad_numbers() -> None:
+    for function in (
+        lambda x: torch.isnan(x).any(),
+        lambda x: x.isfinite().all(-1),
+        lambda x: (x == x).all(),
+        lambda x: (x > 0.5).any(dim=-1, keepdim=True),
+        lambda x: (x.softmax(-1) > 0.3).sum(-1),
+        lambda x: (x < x.amax(-1, keepdim=True)).double().mean(),
+    ):
+        assert_same(case(), function, fused=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_cases import assert_same, case
+from lazy_cases import Case, assert_same, case, close
 from torch import Tensor
 
 LABELS = torch.tensor([[1, 4, -100, 2, 8], [0, -100, 3, 3, -100], [7, -100, -100, -100, -100]])
@@ -112,3 +112,43 @@ WRITES = [
 @pytest.mark.parametrize("function", WRITES)
 def test_writes(function: Callable[[Tensor], Tensor], padded: bool) -> None:
     assert_same(case(padded=padded), function, fused=False)
+
+
+def step(c: Case) -> None:
+    with torch.no_grad():
+        c.weight.mul_(0.5)
+
+
+def test_logits_read_after_their_weights_changed_are_an_error() -> None:
+    """PPO-like code keeps logits over an optimizer's step: they would be computed from the new weights."""
+    for read in (loss_of, lambda x: x.sort(-1).values, lambda x: x.log_softmax(-1)[:, 1:].amax(-1)):
+        c = case()
+        with torch.no_grad():
+            x = c.lazy()
+        kept = x[..., :-1, :]
+        step(c)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            read(x)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            kept.argmax(-1)
+
+
+def test_operands_that_change_later() -> None:
+    c, mask, temperature = case(), torch.ones(3, 5, 1, dtype=torch.float64), torch.tensor(2.0)
+    x = c.lazy() / temperature
+    masked = x * mask
+    expected = c.ordinary() / temperature
+    temperature.mul_(3.0)
+    mask.zero_()
+    close(x.logsumexp(-1), expected.logsumexp(-1), 1e-12)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        masked.sum()
+
+
+def test_values_that_were_read_survive_a_change() -> None:
+    c = case()
+    x, expected = c.lazy(), c.ordinary()
+    total = x.cumsum(-1)
+    step(c)
+    close(total, expected.cumsum(-1), 1e-12)
+    close(x.exp().sum(-1), expected.exp().sum(-1), 1e-12)
