@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ class Kernels:
         self.choice = choice
         self.report = report
         self.switch = switch
-        self._seen: set[nn.Module] = set()
+        # weak: the registry of accelerated modules must not keep a module alive through its own entry
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def bindings(self, module: nn.Module) -> list[KernelBinding]:
         """New bindings for what ``module`` holds now, not bound yet; modules that were looked at before are skipped."""
