@@ -11,7 +11,7 @@ import torch
 from models import batch, kernel_bindings, only_kernels, step, tiny
 from torch.optim.swa_utils import AveragedModel
 
-KINDS = ("llama", "gemma2", "phi3")
+KINDS = ("llama", "gemma2")
 
 
 @pytest.mark.parametrize("kind", KINDS)

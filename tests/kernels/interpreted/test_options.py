@@ -147,5 +147,5 @@ def test_what_is_no_patch_is_an_error() -> None:
     class Nameless(CubePatch):
         op = None  # type: ignore[assignment]
 
-    with pytest.raises(TypeError, match=r"Nameless\.op must be a str$"):
+    with pytest.raises(TypeError, match=r"Nameless\.op must be a str\."):
         register_kernel(Nameless())
