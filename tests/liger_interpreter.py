@@ -1,12 +1,13 @@
 """Runs Liger's kernels on a CPU: Triton's interpreter, with what it gets wrong put right.
 
 Import this before anything that imports Triton, in a process of its own: it sets ``TRITON_INTERPRET`` and changes the
-interpreter for the whole process. Written for triton 3.9 and liger-kernel 0.8.5; ``install()`` is called on import.
+interpreter for the whole process. Written for triton 3.7 to 3.9 and liger-kernel 0.8.5; ``install()`` is called on import.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -150,12 +151,15 @@ def _rsqrt(x):
 def _bf16_atomics():
     """Program instances run one after another, so an addition need not be atomic."""
     original = Builder.create_atomic_rmw
+    # how many cache hints these take differs between versions of triton
+    load_hints = [None] * (len(inspect.signature(Builder.create_masked_load).parameters) - 4) + [False]
+    store_hints = [None] * (len(inspect.signature(Builder.create_masked_store).parameters) - 4)
 
-    def add(self, op, ptr, val, mask, sem, scope):
+    def add(self, op, ptr, val, mask, *order):
         if not _is_bf16(val):
-            return original(self, op, ptr, val, mask, sem, scope)
-        before = self.create_masked_load(ptr, mask, None, None, False)
-        self.create_masked_store(ptr, self.create_fadd(before, val), mask, None)
+            return original(self, op, ptr, val, mask, *order)
+        before = self.create_masked_load(ptr, mask, *load_hints)
+        self.create_masked_store(ptr, self.create_fadd(before, val), mask, *store_hints)
         return before
 
     Builder.create_atomic_rmw = add

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,22 @@ from lightning_liger.patching import Switch
 def compared_dtypes() -> tuple[torch.dtype, ...]:
     """On a GPU the grouped products round fp32 to TF32, which torch only does when it is told to."""
     return (torch.float32, torch.bfloat16) if interpreted() else (torch.bfloat16,)
+
+
+@contextmanager
+def _one_configuration() -> Iterator[None]:
+    """Tuning some 200 variants for the stand-in's sizes would take minutes, and tell nothing about real ones."""
+    from liger_kernel.ops import fused_moe_kernels
+
+    tuned = [k for k in vars(fused_moe_kernels).values() if len(getattr(k, "configs", ())) > 1]
+    before = [kernel.configs for kernel in tuned]
+    try:
+        for kernel in tuned:
+            kernel.configs = kernel.configs[:1]
+        yield
+    finally:
+        for kernel, configs in zip(tuned, before, strict=True):
+            kernel.configs = configs
 
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
@@ -74,6 +92,9 @@ class ExpertsPatch(KernelPatch):
 
     def candidates(self, module: nn.Module) -> list[str]:
         return ["silu"]
+
+    def comparing(self) -> AbstractContextManager[None]:
+        return _one_configuration()
 
     def compared(self, device: torch.device) -> tuple[torch.dtype, ...]:
         return compared_dtypes()

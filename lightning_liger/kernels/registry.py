@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ class KernelPatch(ABC):
         """What is compared with the trial's own ``forward``; raises where it would run the original code itself."""
         report = OpReport(self.title)
         return strict(self.binding(trial, Switch(True), spec, report, dtypes).call, report)
+
+    def comparing(self) -> AbstractContextManager[None]:
+        """Entered around a comparison; whatever it changes must be as before when it is left."""
+        return nullcontext()
 
     def compared(self, device: torch.device) -> tuple[torch.dtype, ...]:
         """The dtypes in which a candidate must agree; its binding runs in no other."""

@@ -177,3 +177,27 @@ def test_generate_runs_the_original_code() -> None:
     handle = only_kernels(model)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
     assert handle.report.kernels.ops["rms_norm"].calls == 0
+
+
+def test_the_comparison_leaves_the_tuning_of_experts_as_it_was() -> None:
+    from liger_kernel.ops import fused_moe_kernels
+
+    kernel = fused_moe_kernels._fused_up_proj_swiglu_kernel
+    several = [kernel.configs[0]] * 3
+    before, kernel.configs = kernel.configs, several
+    seen: list[int] = []
+    original = type(kernel).run if hasattr(type(kernel), "run") else None
+    assert original is not None
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(self.configs))
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(kernel), "run", run)
+        try:
+            only_kernels(tiny("mixtral"))
+            assert kernel.configs is several
+        finally:
+            kernel.configs = before
+    assert set(seen) == {1}
