@@ -152,15 +152,16 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--precision", default="bf16-true")
-    parser.add_argument("--backend", nargs="+", default=["triton"])
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     data = load(args.data, args.batch_size * args.steps)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.precision}, {args.batch_size} sequences")
     for size in args.size:
-        variants: dict[str, Any] = {"plain": lambda: []}
-        for backend in args.backend:
-            variants[f"accelerated ({backend})"] = lambda b=backend: [LigerCallback(head_backend=b, verbose=False)]
+        variants: dict[str, Any] = {
+            "plain": lambda: [],
+            "kernels=False": lambda: [LigerCallback(kernels=False, verbose=False)],
+            "kernels=True": lambda: [LigerCallback(kernels=True, verbose=False)],
+        }
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
         for _ in range(args.rounds):
             for name, callbacks in variants.items():
