@@ -62,8 +62,8 @@ def _question(name: str, obj: object) -> str:
         signature = str(inspect.signature(obj))  # type: ignore[arg-type]
     except Exception:  # builtins carry signatures as text, and evaluating it can fail in any way
         signature = ""
-    # Defaults whose repr is an address or an unordered set would make each run ask something else.
-    if re.search(r" at 0x|[{<]", signature):
+    # Defaults that show an address, an unordered set or a path of this machine would make each run ask something else.
+    if re.search(r" at 0x|[{</\\]", signature):
         signature = ""
     return f"What does `{name}{signature}` do?"
 

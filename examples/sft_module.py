@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from sft_data import encode, read_pairs
+from sft_data import DataError, encode, read_pairs
 
 Batch = dict[str, Tensor]
 
@@ -57,6 +57,11 @@ class SFTDataModule(L.LightningDataModule):
             self.tokenizer.pad_token = self.tokenizer.eos_token
         pairs = read_pairs(self.hparams["data"], self.tokenizer)
         self.examples = list(encode(pairs, self.tokenizer, self.hparams["max_length"]))
+        if not self.examples:
+            raise DataError(
+                f"{self.hparams['data']}: no row leaves room for an answer within {self.hparams['max_length']} tokens; "
+                "allow more of them (--max-length)"
+            )
 
     def collate(self, examples: list[dict[str, list[int]]]) -> Batch:
         longest = max(len(example["input_ids"]) for example in examples)
@@ -75,7 +80,6 @@ class SFTDataModule(L.LightningDataModule):
             self.examples,  # type: ignore[arg-type]
             batch_size=self.hparams["batch_size"],
             shuffle=True,
-            drop_last=True,
             collate_fn=self.collate,
             generator=torch.Generator().manual_seed(self.hparams["seed"]),
         )

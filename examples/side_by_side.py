@@ -22,9 +22,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from sft_data import DataError
 from sft_module import SFTDataModule, SFTModule
 
 VARIANTS = ("plain", "accelerated")
@@ -199,6 +201,9 @@ def _train(variant: str, settings: Settings, pipe: Connection) -> None:
         memory = PeakMemory(trainer.strategy.root_device)
         trainer.fit(module, data)
         pipe.send(memory.read())
+    except (DataError, MisconfigurationException, OSError) as error:
+        # The user can mend these, and would look for how among the lines of a traceback.
+        pipe.send(VariantFailed(str(error)))
     except BaseException:
         pipe.send(VariantFailed(f"the {variant} run failed:\n{traceback.format_exc()}"))
 
