@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 
 import lightning_liger.head.casts
 import lightning_liger.head.joined
@@ -17,6 +17,7 @@ import lightning_liger.head.readers
 import lightning_liger.head.shapes  # noqa: F401
 from lightning_liger.head import hidden_rows
 from lightning_liger.head.lazy import HANDLERS, LazyRows, Source
+from lightning_liger.head.memory import share_memory
 
 T = Tensor
 
@@ -36,7 +37,7 @@ _QUESTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_
 _GRAD: Any = T.grad.__get__  # type: ignore[union-attr]
 
 # The reader wants to see or change what flows through the logits themselves.
-_HOOKS: set[Any] = {T.register_hook, T.retain_grad, T.requires_grad_, _GRAD}
+_HOOKS: set[Any] = {T.register_hook, T.retain_grad, T.requires_grad_}
 _HOOKS |= {T.register_post_accumulate_grad_hook}
 
 # The engine itself finds the place of a lazy tensor in the graph.
@@ -44,52 +45,76 @@ _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, T.backward
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = tree_map_only(LazyRows, LazyRows.resolved, (args, kwargs))
-    if not tree_any(lambda x: isinstance(x, LazyRows), (args, kwargs)):
-        return func(*args, **kwargs)
+    """What ``func`` answers; see the module's docstring."""
+    given = args, kwargs
+    args, kwargs = tree_map_only(LazyRows, LazyRows.resolved, given)
     if func in _QUESTIONS:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    name = _name(func)
+    first = args[0] if args else None
     if func is T.register_hook and _from_torch_distributed(args, kwargs):
         # FSDP prepares its backward with a hook on what a module returns: the rows see that moment too
         leaf = next(s for s in args[0].view_.leaves() if isinstance(s, Source))
         return leaf.rows.register_hook(*args[1:], **kwargs)
-    if func in _HOOKS and args and isinstance(args[0], LazyRows):
-        _refuse_late(args[0], getattr(func, "__name__", "grad"))
-        return func(args[0].pin(getattr(func, "__name__", "grad")), *args[1:], **kwargs)
+    if func is _GRAD and isinstance(first, LazyRows):
+        return None  # nobody asked to keep it
+    if func in _HOOKS and given[0] and isinstance(given[0][0], LazyRows):
+        _refuse_late(given[0][0], name)
+        return func(given[0][0].pin(name), *args[1:], **kwargs)
     if func in _BACKWARDS:
-        return _backward(func, args, kwargs)
-    handler = HANDLERS.get(func)
-    if _all_live(args, kwargs):
+        wanted = given[1].get("inputs", given[0][1:2] if func is torch.autograd.grad else None)
+        _refuse_late(wanted, "backward")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if _writes(name) and given[0] and isinstance(given[0][0], LazyRows):
+        target = given[0][0].pin(name)
+        result = func(target, *_values(args[1:], name), **_values(kwargs, name))
+        return given[0][0] if result is target else result
+    if tree_any(_is_lazy, (args, kwargs)) and _all_live(args, kwargs):
+        handler = HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(*args, **kwargs)
         if result is NotImplemented:
             result = hidden_rows.run(func, args, kwargs)
         if result is not NotImplemented:
             return result
+    return _on_values(func, name, *given)
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyRows)
+
+
+def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    if _writes(name) and args and isinstance(args[0], LazyRows):
-        lazy = args[0]
-        result = func(lazy.pin(name), *_values(args[1:], name), **_values(kwargs, name))
-        return lazy if result is lazy.held else result
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def _on_values(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on computed values. If its answer is a view of them, a later write into it must be seen everywhere."""
+    values = _values(args, name), _values(kwargs, name)
+    result = func(*values[0], **values[1])
+    answers = [r for r in tree_leaves(result) if isinstance(r, Tensor)]
+    shared: list[LazyRows] = []
+    for tensor in tree_leaves((args, kwargs)):
+        held = tensor.held if isinstance(tensor, LazyRows) and tensor.pinned_at is None else None
+        if held is not None and any(share_memory(r, held) for r in answers):
+            shared.append(tensor)
+    if not shared:
+        return result
+    for tensor in shared:
+        tensor.pin(name)
     return func(*_values(args, name), **_values(kwargs, name))
 
 
-def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    wanted = kwargs.get("inputs", args[1] if func is torch.autograd.grad and len(args) > 1 else None)
-    tree_map_only(LazyRows, lambda t: _refuse_late(t, "backward"), wanted)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _refuse_late(tensor: LazyRows, what: str) -> None:
+def _refuse_late(tensors: Any, what: str) -> None:
     """Gradients of logits are looked at, but a loss has taken the rows already."""
-    if tensor.consumed_by is not None and tensor.held is None:
-        raise RuntimeError(
-            f"the gradient of logits was asked for ({what}) after {tensor.consumed_by} was computed without them. "
-            "Ask before the loss is computed, or set fused_head=False for this module."
-        )
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, LazyRows) and tensor.consumed_by is not None:
+            raise RuntimeError(
+                f"the gradient of logits was asked for ({what}) after {tensor.consumed_by} was computed without them. "
+                "Ask before the loss is computed, or set fused_head=False for this module."
+            )
 
 
 def _values(tree: Any, what: str) -> Any:

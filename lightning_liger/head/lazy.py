@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
-from lightning_liger.head.view import Head, PlainSource, Source, View, version_of
+from lightning_liger.head.memory import share_memory, version_of
+from lightning_liger.head.view import Head, PlainSource, Source, View
 
 __all__ = ["HANDLERS", "Handler", "Head", "LazyRows", "PlainSource", "Source", "View", "handles", "lazy"]
 
@@ -167,9 +168,10 @@ class LazyRows(Tensor):
 
     def resolved(self) -> Tensor:
         """An ordinary tensor if the values of this tensor, or of what it is a view of, were already needed as such."""
-        if self.held is None and self.replay is not None:
+        if self.replay is not None and self.pinned_at is None:
             found = [p.resolved() for p in self.parents]
-            if not all(isinstance(f, LazyRows) for f in found):
+            pinned = any(p.pinned_at is not None for p in self.parents)
+            if pinned or (self.held is None and not all(isinstance(f, LazyRows) for f in found)):
                 self._follow([p.values_now("an expression of them") for p in self.parents])
         return self if self.held is None else self.held
 
@@ -177,17 +179,20 @@ class LazyRows(Tensor):
         """Repeat on the parents' values what made this tensor."""
         assert self.replay is not None
         values = self.replay(*found)
-        # A copy that was taken before somebody wrote into its parent does not see the write; a view does.
         pins = [p.pinned_at for p in self.parents]
         written = any(pin is not None and version_of(f) != pin for pin, f in zip(pins, found, strict=True))
-        if not written or _shares_memory(values, found[0]):
+        if not written or any(isinstance(values, Tensor) and share_memory(values, f) for f in found):
             self.held = values
             self.pinned_at = pins[0]
+        else:
+            # A copy that was taken before somebody wrote into its parent does not see the write; a view does.
+            self.parents, self.replay = (), None
 
     def consume(self, what: str) -> None:
         """Note that a reader takes its rows past this tensor, whose own gradient therefore never exists."""
         self.check_unchanged(what)
-        self.consumed_by = what
+        if torch.is_grad_enabled() and self.node is not None:
+            self.consumed_by = what
         for parent in self.parents:
             parent.consume(what)
 
@@ -230,6 +235,8 @@ class LazyRows(Tensor):
         else:
             view = self.readable(what)
             values = view.dense()
+            for parent in self.parents:
+                parent.consume(what)
             view.watch_padding(values, what)
         if self.node is not None and not torch.is_grad_enabled():
             self.held_without_graph = values
@@ -238,9 +245,13 @@ class LazyRows(Tensor):
         return values
 
     def pin(self, what: str) -> Tensor:
-        """From here on this tensor, and every view of it, is the ordinary tensor that is returned."""
+        """From here on this tensor, and every view of it, is the ordinary tensor that is returned.
+
+        Called before somebody can write into it. Values that were computed for this tensor alone share no memory with
+        those of the tensor that it is a view of, and are made anew from them.
+        """
         with torch.set_grad_enabled(self.node is not None or torch.is_grad_enabled()):
-            if self.held is None:
+            if self.pinned_at is None:
                 for parent in self.parents:
                     parent.pin(what)
             pinned = self.resolved()
@@ -272,7 +283,3 @@ class LazyRows(Tensor):
         with torch.no_grad():
             plain = lambda x: x.readable(str(func)).dense() if x.held is None else x.held  # noqa: E731
             return func(*tree_map_only(LazyRows, plain, args), **tree_map_only(LazyRows, plain, kwargs))
-
-
-def _shares_memory(values: Any, parent: Tensor) -> bool:
-    return isinstance(values, Tensor) and (values.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_liger.head.view import version_of
+from lightning_liger.head.memory import version_of
 
 T = Tensor
 

@@ -36,11 +36,6 @@ class PlainSource(Protocol):
         """A gradient hook on zeroed values that raises if the reader depends on padded positions; None if it is known."""
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the memory of ``tensor`` was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @dataclass(frozen=True)
 class Head:
     """The output projection: ``weight`` ``(V, H)``, ``bias`` ``(V,)`` or None, ``dtype`` of its product."""

@@ -91,7 +91,40 @@ def out_argument(x: Tensor) -> Tensor:
     return loss_of(x)
 
 
+def through_a_view_of_the_vocabulary(x: Tensor) -> Tensor:
+    part = x[:, :-1]
+    part.select(-1, 0).mul_(0.5)
+    x[..., ::2].mul_(0.5)
+    return loss_of(x) + part.square().mean()
+
+
+def into_a_view_that_was_read(x: Tensor) -> Tensor:
+    part, inner = x[:, :-1], x[:, :-1][:, 1:]
+    total = part.cumsum(-1).mean() + inner.cumsum(-1).mean()
+    part.mul_(2.0)
+    return loss_of(x) + total + inner.square().mean()
+
+
+def into_a_copy_of_log_probabilities(x: Tensor) -> Tensor:
+    logp = x.log_softmax(-1)
+    other = logp.clone()
+    other.select(-1, 0).mul_(0.5)
+    return other.square().mean() + logp.square().mean()
+
+
+def after_a_copy_was_read_through_a_view(x: Tensor) -> Tensor:
+    logp = x.log_softmax(-1)
+    part = x.select(-1, 1) if x.dim() else x
+    column = x[..., ::3]
+    column.mul_(0.1)
+    return logp.gather(-1, LABELS.clamp_min(0)[..., None]).sum() + part.sum() + loss_of(x)
+
+
 WRITES = [
+    through_a_view_of_the_vocabulary,
+    into_a_view_that_was_read,
+    into_a_copy_of_log_probabilities,
+    after_a_copy_was_read_through_a_view,
     set_item,
     divide,
     augmented,

@@ -1,0 +1,16 @@
+"""Who writes into whose memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether a write into one is seen in the other."""
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the memory of ``tensor`` was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version

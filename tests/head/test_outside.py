@@ -1,0 +1,55 @@
+"""Copies of logits, and logits that leave PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lazy_cases import case
+from torch import Tensor
+
+
+def saved(x: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert type(loaded) is Tensor
+    return loaded
+
+
+OUTSIDE: dict[str, Callable[[Tensor], Any]] = {
+    "save": saved,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "numpy": lambda x: x.numpy(),
+    "asarray": np.asarray,
+    "tolist": lambda x: x.tolist(),
+    "repr": lambda x: repr(x.cumsum(-1)),
+    "item": lambda x: x[0, 0, 0].item(),
+    "format": lambda x: f"{x.mean():.6f}",
+    "iter": lambda x: [float(r.sum()) for r in x],
+    "share": lambda x: x.untyped_storage().nbytes(),
+    "any": lambda x: bool(x.isnan().any()),
+    "dlpack": lambda x: torch.from_dlpack(x),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTSIDE))
+def test_the_outside_world(name: str) -> None:
+    c = case()
+    with torch.no_grad():
+        expected, found = OUTSIDE[name](c.ordinary()), OUTSIDE[name](c.lazy())
+    if isinstance(expected, str | bool | int):
+        assert found == expected
+    else:
+        assert np.allclose(np.asarray(found), np.asarray(expected))
+
+
+def test_print() -> None:
+    assert "grad_fn" in repr(case().lazy())
