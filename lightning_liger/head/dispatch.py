@@ -24,11 +24,11 @@ T = Tensor
 # Answered by the tensor's own shape, dtype and place in the graph; no value is read.
 _PROPERTIES = (
     "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_mps is_xpu is_sparse "
-    "is_sparse_csr is_quantized is_mkldnn is_nested itemsize nbytes _version output_nr is_vulkan is_mtia"
+    "is_sparse_csr is_quantized is_mkldnn is_nested itemsize nbytes _version output_nr is_vulkan is_mtia _base"
 )
 _METHODS = (
     "size dim ndimension numel nelement __len__ stride is_contiguous element_size is_floating_point is_complex "
-    "is_signed is_inference get_device __hash__ is_same_size is_pinned is_shared"
+    "is_signed is_inference get_device __hash__ is_same_size is_pinned is_shared _is_view"
 )
 _QUESTIONS: set[Any] = {getattr(T, name).__get__ for name in _PROPERTIES.split() if hasattr(T, name)}
 _QUESTIONS |= {getattr(T, name) for name in _METHODS.split() if hasattr(T, name)}
@@ -53,9 +53,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     name = _name(func)
     first = args[0] if args else None
-    if func is T.register_hook and _from_torch_distributed(args, kwargs):
+    if func is T.register_hook and isinstance(first, LazyRows) and _from_torch_distributed(args, kwargs):
         # FSDP prepares its backward with a hook on what a module returns: the rows see that moment too
-        leaf = next(s for s in args[0].view_.leaves() if isinstance(s, Source))
+        leaf = next(s for s in first.view_.leaves() if isinstance(s, Source))
         return leaf.rows.register_hook(*args[1:], **kwargs)
     if func is _GRAD and isinstance(first, LazyRows):
         return None  # nobody asked to keep it

@@ -108,7 +108,7 @@ _PAIRS_OF_TENSORS = _functions("min max")
 _COPIES = _functions("contiguous clone detach")
 _RESHAPES = _functions("view reshape view_as reshape_as")
 _JOINS = {torch.cat, torch.stack, torch.concat, torch.concatenate}
-_PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta _version"
+_PROPERTIES = "shape dtype device ndim layout requires_grad is_leaf grad_fn is_cuda is_cpu is_meta _version _base"
 _METHODS = "size dim numel __len__ stride is_contiguous is_floating_point __hash__"
 _QUESTIONS = {getattr(T, n).__get__ for n in _PROPERTIES.split()} | {getattr(T, n) for n in _METHODS.split()}
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_cases import Case, assert_same, case
-from lazy_consumers import SHARP, SMOOTH, Consumer
+from lazy_consumers import SHARP, SMOOTH, Consumer, whole_reduction
 from lazy_values import FULL, LAZY, State
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def test_whatever_computes_the_values_is_right(names: list[str], consumer: Consu
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     st.lists(st.sampled_from(sorted(set(LAZY) - {"forbid"})), max_size=5),
-    st.sampled_from(SMOOTH),
+    st.sampled_from([c for c in SMOOTH if c is not whole_reduction]),  # a sum that cancels has no digits in bf16
     st.integers(0, 10**6),
 )
 def test_low_precision(dtype: torch.dtype, tolerance: float, names: list[str], consumer: Consumer, seed: int) -> None:

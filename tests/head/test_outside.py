@@ -53,3 +53,14 @@ def test_the_outside_world(name: str) -> None:
 
 def test_print() -> None:
     assert "grad_fn" in repr(case().lazy())
+
+
+def test_questions_compute_nothing() -> None:
+    """FSDP looks at ``_base`` of whatever a module returns, hooks at ``grad_fn``, code at shapes and devices."""
+    c = case()
+    x = c.lazy()
+    assert x._base is None and not x._is_view() and x.grad_fn is not None and x.requires_grad and not x.is_leaf
+    assert x.shape == (3, 5, 9) and x.numel() == 135 and x.dtype == torch.float64 and len(x) == 3
+    assert x.is_contiguous() and x.stride(-1) == 1 and x.device.type == "cpu" and x.is_floating_point()
+    assert isinstance(hash(x), int) and x.is_same_size(x)
+    assert c.report.materialised_by == {}
