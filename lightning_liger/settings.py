@@ -30,7 +30,8 @@ class Settings:
             softmax and gradient, CUDA; ``"liger"``: Liger's fused linear cross entropy, CUDA; ``"auto"`` picks by
             device.
         kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs, rotary embeddings), wherever a
-            comparison shows that they compute the same. ``"auto"``: on a CUDA device; ``True``: wherever Triton runs;
+            comparison shows that they compute the same. ``"auto"``: on a CUDA device, for models of hidden size 2048
+            and up; ``True``: wherever Triton runs;
             ``False``: never; a mapping such as ``{"rope": False}`` switches single ops, those left out are on.
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.

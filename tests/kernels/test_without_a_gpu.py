@@ -33,6 +33,12 @@ def test_off_with_the_reason(kernels: object, off: str) -> None:
     assert not any(isinstance(vars(m).get("forward"), KernelBinding) for m in model.modules())
 
 
+def test_auto_leaves_narrow_models_to_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    report = accelerate(causal_lm("llama"), Settings(kernels="auto")).report
+    assert report.kernels.off.startswith("hidden size 32: the step is bound by launches")
+
+
 def test_asking_for_kernels_trains_the_same_without_them() -> None:
     plain = fit(Plain(causal_lm("llama")), loader())
     ours = fit(Plain(causal_lm("llama")), loader(), LigerCallback(kernels=True, verbose=False))
