@@ -83,7 +83,7 @@ def kernels_of(function: Any) -> set[str]:
     return {e.key for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA}
 
 
-def only_kernels(module: Any, kernels: Any = "auto") -> Any:
+def only_kernels(module: Any, kernels: Any = True) -> Any:
     return accelerate(module, Settings(padding_free=False, fused_head=False, kernels=kernels))
 
 
