@@ -135,7 +135,9 @@ def run(args: argparse.Namespace, size: str, callbacks: list[L.Callback], data: 
     tokens = [int(b["attention_mask"].sum()) for b, _ in zip(loader, range(args.steps), strict=False)]
     measured = slice(args.warmup, None)
     return {
-        "tokens_per_second": sum(tokens[measured]) / sum(clock.seconds[measured]),
+        "tokens_per_second": statistics.median(
+            n / s for n, s in zip(tokens[measured], clock.seconds[measured], strict=True)
+        ),
         "median_ms": 1000 * statistics.median(clock.seconds[measured]),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "losses": [float(x) for x in module.losses],
