@@ -93,6 +93,8 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [*args, *kwargs.values()]
     lazies = [a for a in given if isinstance(a, LazyRows)]
     views = [t.view_ for t in lazies]
+    if len(views) == 1 and _is_small_part(views[0]):
+        return _on_part(func, args, kwargs, lazies[0])
     if not _same_rows(views) or not _fits(func, args, kwargs, views[0].source.width):
         return NotImplemented
 
@@ -150,13 +152,29 @@ def _on_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **{k: known if isinstance(a, LazyRows) else a for k, a in kwargs.items()})
 
 
+def _is_small_part(view: View) -> bool:
+    """``hidden[:, 0]``: cheaper read than computed together with all the other rows."""
+    return isinstance(view.source, Source) and 2 * view.position.numel() <= view.source.root.numel()
+
+
+def _on_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: LazyRows) -> Any:
+    """``func`` on the values of a few rows, if none of them is padding."""
+    view = tensor.view_
+    pads = view.padding()
+    if _writes(func, args, kwargs) or not view.is_hidden_rows() or (pads is not None and bool(pads.any())):
+        return NotImplemented
+    tensor.consume(getattr(func, "__name__", str(func)))
+    values = view.dense()
+    filled = [values if isinstance(a, LazyRows) else a for a in args]
+    return func(*filled, **{k: values if isinstance(a, LazyRows) else a for k, a in kwargs.items()})
+
+
 def _same_rows(views: list[View]) -> bool:
     """Hidden states, mostly whole, of one call."""
     if not all(v.is_hidden_rows() and v.source.row_of is not None for v in views):
         return False
     first = views[0]
-    # A small part is cheaper read than computed with all the others: ``hidden[:, 0]``.
-    if 2 * first.position.numel() <= first.source.root.numel():
+    if _is_small_part(first):
         return False
     return all(
         _same(v.position, first.position)
@@ -178,14 +196,19 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.device.type == "cpu" and torch.equal(a, b)
 
 
+def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the function changes its argument, or another tensor, in place."""
+    if kwargs.get("inplace") or kwargs.get("out") is not None:
+        return True
+    if func is F.dropout:
+        return len(args) > 3 and bool(args[3])
+    return func in (F.relu, F.silu, F.elu, F.mish, F.selu) and any(a is True for a in args[1:])
+
+
 def _fits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], width: int) -> bool:
     others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
-    if kwargs.get("inplace") or kwargs.get("out") is not None:
+    if _writes(func, args, kwargs):
         return False
-    if func is F.dropout and len(args) > 3 and args[3]:
-        return False
-    if func in (F.relu, F.silu, F.elu, F.mish, F.selu) and any(a is True for a in args[1:]):
-        return False  # in place
     alone = bool(args) and isinstance(args[0], LazyRows) and not any(isinstance(a, LazyRows) for a in others)
     if func in _LAST_DIM:
         return alone and (func is F.linear or _one_dim(args, kwargs))

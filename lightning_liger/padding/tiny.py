@@ -27,6 +27,13 @@ _SIZES = {
     256: "max_position_embeddings n_positions n_ctx max_seq_len",
     128: "mamba_d_ssm attention_hidden_size decoder_vocab_size vocab_size entity_vocab_size padded_vocab_size vocab_size_per_layer_input",
 }
+# Endings of other names; a window or a chunk that stayed longer than the probe's documents would not be seen at all.
+_ENDINGS = {
+    16: ("_head_dim",),
+    8: ("_window", "_window_size", "_chunk_size"),
+    4: ("_num_heads", "_layers_per_stack"),
+}
+_NAMED = frozenset(name for names in _SIZES.values() for name in names.split())
 _LAYER_COUNTS = "num_hidden_layers n_layer n_layers num_layers"
 _HEAD_COUNTS = "num_attention_heads n_head n_heads num_heads"
 _LAYERS = 4
@@ -71,6 +78,11 @@ def _shrink(config: Any, depth: int) -> None:
         for name in names.split():
             now = getattr(config, name, None) if name in own else None
             if isinstance(now, int) and not isinstance(now, bool):
+                _set(config, name, min(size, now))
+    for size, endings in _ENDINGS.items():
+        for name in own - _NAMED:
+            now = getattr(config, name, None)
+            if name.endswith(endings) and isinstance(now, int) and not isinstance(now, bool):
                 _set(config, name, min(size, now))
     for name in _LAYER_COUNTS.split():
         if kept and name in own and getattr(config, name, None) is not None:
