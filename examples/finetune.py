@@ -54,8 +54,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--hidden-size must be a multiple of 64, the size of an attention head")
     if args.vocab_size < 512:
         parser.error("--vocab-size must be at least 512: the first 258 entries are the bytes and two marks")
-    if args.model is not None and not Path(args.model).exists():
-        parser.error(f"--model {args.model}: no such directory or file; give a local checkpoint or a .gguf file")
+    if args.model is not None:
+        path = Path(args.model)
+        if not path.exists():
+            parser.error(f"--model {path}: no such directory or file; give a local checkpoint or a .gguf file")
+        if path.suffix != ".gguf" and not (path / "config.json").is_file():
+            parser.error(f"--model {path}: neither a .gguf file nor a checkpoint directory with a config.json")
     return args
 
 

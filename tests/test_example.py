@@ -14,6 +14,7 @@ import pytest
 
 from comparison import Comparison, loss_table, summary, table
 from docstrings import docstring_pairs
+from finetune import parse
 from sft_data import DataError, Pair, encode, read_pairs, train_tokenizer
 from sft_module import SFTDataModule
 from side_by_side import Outcome, Settings, Turn
@@ -178,10 +179,28 @@ def test_the_tables_with_and_without_rich(rich: bool, monkeypatch: pytest.Monkey
     assert table("Title", ("a", "b"), [("x", "1")]).startswith("Title\n")
 
 
-def test_two_bad_options_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    result = finetune(tmp_path, "--model", str(tmp_path / "nowhere"))
-    assert result.returncode == 2
-    assert "no such directory or file" in result.stderr
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--model", "nowhere"], "--model nowhere: no such directory or file"),
+        (["--model", str(EXAMPLES)], "nor a checkpoint directory with a config.json"),
+        (["--max-steps", "1"], "--max-steps must be at least 2"),
+        (["--max-length", "1"], "--max-length must be at least 2"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--hidden-size", "100"], "--hidden-size must be a multiple of 64"),
+        (["--vocab-size", "100"], "--vocab-size must be at least 512"),
+    ],
+)
+def test_a_bad_option_is_told_with_its_remedy(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(options)
+    assert stopped.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_bad_file_is_told_in_one_line(tmp_path: Path) -> None:
     result = finetune(tmp_path, "--data", str(write(tmp_path / "bad.jsonl", {"q": "x"})))
     assert result.returncode == 2
     assert "bad.jsonl, line 1: none of the accepted fields" in result.stderr
