@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.foreign_strategies import fit_to_strategy
+from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
 from lightning_liger.report import Report, printable
 from lightning_liger.settings import Settings, check_option_names
@@ -148,6 +149,9 @@ class LigerCallback(_Base):
         if self._first_batch or batch_idx == 0:
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
             self._apply(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        settle_pending()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._first_batch:

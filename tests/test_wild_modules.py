@@ -15,6 +15,8 @@ import transformers
 from helpers import PAD, VOCAB, Plain, assert_same, both, causal_lm, collate, collate_left, config, loader
 from torch import Tensor
 
+from lightning_liger.head.pending import settle_pending
+
 
 class Wild(Plain):
     """A module made of a model and one function from ``(module, batch)`` to a loss."""
@@ -151,6 +153,20 @@ def hooked_logits(m: Any, b: Any) -> Any:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), b["labels"][:, 1:].reshape(-1))
 
 
+def keeps_its_logits(m: Any, b: Any) -> Any:
+    """Logits and log-probabilities are read after the optimizer has moved on."""
+    kept = m.__dict__.setdefault("kept", [])
+    if kept:
+        logits, logp = kept[-1]
+        m.log("last_logits", logits.float().pow(2).mean())
+        m.log("last_logp", logp.mean())
+    out = m.model(**b)
+    labels = b["labels"].clamp_min(0)
+    logp = out.logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    kept.append((out.logits.detach(), logp.detach()))
+    return out.loss
+
+
 # -- hidden states ---------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +254,7 @@ STEPS = [
     accuracy_and_perplexity,
     labels_rewritten_in_the_batch,
     hooked_logits,
+    keeps_its_logits,
     reward_from_the_last_column,
     reward_from_the_last_token,
     mean_over_everything,
@@ -289,6 +306,23 @@ def test_padding_goes_where_nobody_reads_it(step: Any) -> None:
     assert_same(plain, ours)
     report = ours.report["padding_free"]
     assert report["packed_calls"] >= 5, report
+
+
+def test_nothing_is_held_when_the_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that nobody kept must be gone by then, or every step would compute them."""
+    import lightning_liger.callback as callback
+
+    counts: list[int] = []
+
+    def count() -> int:
+        counts.append(settle_pending())
+        return counts[-1]
+
+    monkeypatch.setattr(callback, "settle_pending", count)
+    both(lambda: Wild(causal_lm("llama"), pad_is_ignored), loader)
+    both(lambda: Wild(causal_lm("llama"), nll_of_log_softmax), loader)
+    both(Preference, loader)
+    assert counts == [0] * 12
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
 from lightning_liger.head.memory import share_memory, version_of
+from lightning_liger.head.pending import note_pending
 from lightning_liger.head.view import Head, PlainSource, Source, View
 
 __all__ = ["HANDLERS", "Handler", "Head", "LazyRows", "PlainSource", "Source", "View", "handles", "lazy"]
@@ -133,6 +134,7 @@ class LazyRows(Tensor):
         made.node = made.held = made.held_without_graph = made.replay = made.pinned_at = made.consumed_by = None
         made.parents = ()
         made.versions = [(t, version_of(t)) for t in view.tensors()]
+        note_pending(made)
         return made
 
     # __new__ took everything; Tensor.__init__ takes no arguments
@@ -243,6 +245,11 @@ class LazyRows(Tensor):
         else:
             self.held = values
         return values
+
+    def settle_for_good(self) -> None:
+        """See :mod:`lightning_liger.head.pending`. Whoever differentiates it later is too late in a plain run as well."""
+        if self.held is None:
+            self.held = self.values_now("being kept past the optimizer's step")
 
     def pin(self, what: str) -> Tensor:
         """From here on this tensor, and every view of it, is the ordinary tensor that is returned.

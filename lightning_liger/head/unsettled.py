@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_liger.head.memory import version_of
+from lightning_liger.head.pending import note_pending
 
 T = Tensor
 
@@ -39,6 +40,10 @@ class Unsettled(Tensor):
             with torch.set_grad_enabled(self.with_graph):
                 self.truth = values if version_of(values) != self.version else self.compute()
         return self.truth
+
+    def settle_for_good(self) -> None:
+        """See :mod:`lightning_liger.head.pending`."""
+        self.settle()
 
     def settle_in_place(self) -> Tensor:
         """Make this tensor and every view of it an ordinary one that can be written to."""
@@ -74,6 +79,7 @@ def unsettled(values: Tensor, unknown: Tensor, compute: Callable[[], Tensor], ba
         made: Unsettled = values.as_subclass(Unsettled)
     made.unknown, made.compute, made.base, made.truth = unknown, compute, base, None
     made.version, made.with_graph = version_of(values), torch.is_grad_enabled()
+    note_pending(made)
     return made
 
 

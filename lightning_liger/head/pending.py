@@ -1,0 +1,41 @@
+"""Tensors that have not computed their values yet, and what must happen before the weights change under them.
+
+User code may keep logits past an optimizer's step, for a metric at the end of the epoch. What they were must then be
+computed before the step, as it was in the plain run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Pending(Protocol):
+    """A tensor that computes itself when it is read."""
+
+    def settle_for_good(self) -> None:
+        """Compute the values now and keep them; nothing happens if that is done."""
+
+
+_PENDING = WeakIdKeyDictionary(ref_type=weakref.ref)
+
+
+def note_pending(tensor: Pending) -> None:
+    """Remember ``tensor`` for as long as somebody holds it."""
+    _PENDING[tensor] = None
+
+
+def settle_pending() -> int:
+    """Compute what is still held somewhere, without a graph, and say how many tensors that were.
+
+    Call it before an optimizer's step. Usually nothing is held any more by then.
+    """
+    held = list(_PENDING)
+    _PENDING.clear()
+    with torch.no_grad():
+        for tensor in held:
+            tensor.settle_for_good()
+    return len(held)
