@@ -72,6 +72,7 @@ def _shrink(config: Any, depth: int) -> None:
     own = set(vars(config)) | set(getattr(config, "attribute_map", {}))
     layers, heads = _first(config, _LAYER_COUNTS), _first(config, _HEAD_COUNTS)
     groups = getattr(config, "num_key_value_heads", None)
+    narrow = (_first(config, "hidden_size n_embd d_model dim") or 0) <= 64
     before = {name: getattr(config, name, None) for names in overrides.values() for name in names}
     kept = _representatives(config, own, layers, overrides)
     for size, names in _SIZES.items():
@@ -87,8 +88,8 @@ def _shrink(config: Any, depth: int) -> None:
     for name in _LAYER_COUNTS.split():
         if kept and name in own and getattr(config, name, None) is not None:
             _set(config, name, len(kept))
-    if heads is not None and groups == heads:
-        _set(config, "num_key_value_heads", 4)
+    if heads is not None:
+        _shrink_heads(config, own, heads, groups, narrow)
     for name in own:
         now = getattr(config, name, None)
         if layers is not None and isinstance(now, (list, tuple)) and len(now) == layers > _LAYERS and kept:
@@ -157,6 +158,23 @@ def _shrink_rope(config: Any) -> None:
 
 
 # -- attributes that some layers override ----------------------------------------------------------------------------
+
+
+def _shrink_heads(config: Any, own: set[str], heads: int, groups: Any, narrow: bool) -> None:
+    """Four, two or one head: a power of two divides the hidden size, and key/value heads divide the heads.
+
+    A ``narrow`` model keeps its hidden size, which its own number of heads divides.
+    """
+    few = heads if narrow else 4 if heads >= 4 else 2 if heads >= 2 else 1
+    for name in _HEAD_COUNTS.split():
+        if name in own and isinstance(getattr(config, name, None), int):
+            _set(config, name, few)
+    if isinstance(groups, int):
+        _set(
+            config,
+            "num_key_value_heads",
+            groups if narrow else few if groups == heads else max(1, min(groups, few // 2)),
+        )
 
 
 def _take_overrides(config: Any) -> dict[int, dict[str, Any]]:
