@@ -18,7 +18,7 @@ from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
 from lightning_liger.padding.probe import Verdict, packing_verdict
-from lightning_liger.patching import BypassedGenerate, Rebound, Switch, live_binding
+from lightning_liger.patching import BypassedGenerate, Rebound, Switch, inside_compiled, live_binding
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
 
@@ -101,7 +101,7 @@ class Accelerated:
 
     def _remove_padding(self, module: nn.Module) -> None:
         report = self.report.padding
-        compiled = _inside_compiled(module)
+        compiled = inside_compiled(module)
         suited, refused = find_backbones(module)
         if not self.settings.padding_free:
             report.refuse(_PADDING_OFF)
@@ -128,7 +128,7 @@ class Accelerated:
 
     def _fuse_heads(self, module: nn.Module) -> None:
         report = self.report.head
-        compiled = _inside_compiled(module)
+        compiled = inside_compiled(module)
         heads, refused = find_heads(module, self.settings.head)
         for reason in refused:
             report.refuse(reason)
@@ -142,20 +142,6 @@ class Accelerated:
             if self._bind(head, LazyHead, report, self.settings.head_backend):
                 report.applied += 1
         report.found = max(report.found, len(self._heads) + len(refused))
-
-
-def _inside_compiled(module: nn.Module) -> set[nn.Module]:
-    """All that runs as part of a compiled graph, where a rebound method would be traced, or call itself."""
-    found: set[nn.Module] = set()
-    for model in module.modules():
-        compiled = (
-            getattr(model, "_compiled_call_impl", None) is not None  # model.compile()
-            or type(model).__name__ == "OptimizedModule"  # torch.compile(model)
-            or vars(model).get("_compiler_ctx") is not None  # Trainer.fit(torch.compile(lightning_module))
-        )
-        if compiled and model not in found:
-            found.update(model.modules())
-    return found
 
 
 def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerated:

@@ -137,3 +137,17 @@ class BypassedGenerate(Rebound):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         with bypass("generate"):
             return self.original(*args, **kwargs)
+
+
+def inside_compiled(module: nn.Module) -> set[nn.Module]:
+    """All that runs as part of a compiled graph, where a rebound method would be traced, or call itself."""
+    found: set[nn.Module] = set()
+    for model in module.modules():
+        compiled = (
+            getattr(model, "_compiled_call_impl", None) is not None  # model.compile()
+            or type(model).__name__ == "OptimizedModule"  # torch.compile(model); its class is slow to import
+            or vars(model).get("_compiler_ctx") is not None  # Trainer.fit(torch.compile(lightning_module))
+        )
+        if compiled and model not in found:
+            found.update(model.modules())
+    return found

@@ -108,19 +108,29 @@ def test_heads_that_are_not_language_models(module: Any) -> None:
     assert_engaged(ours, fused=False)
 
 
-@pytest.mark.parametrize("target", [["q_proj", "v_proj"], ["q_proj", "lm_head"]], ids=["attention", "head"])
-def test_lora(target: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("target", "saved"),
+    [
+        (["q_proj", "v_proj"], None),
+        (["q_proj", "lm_head"], None),
+        (["q_proj", "embed_tokens"], None),
+        (["q_proj"], ["embed_tokens", "lm_head"]),
+    ],
+    ids=["attention", "head", "embedding", "saved"],
+)
+def test_lora(target: list[str], saved: list[str] | None) -> None:
     import peft
 
     def make() -> Any:
         torch.manual_seed(6)
         adapter = peft.LoraConfig(r=4, target_modules=target, lora_dropout=0.0, init_lora_weights=False)
+        adapter.modules_to_save = saved
         return Plain(peft.get_peft_model(causal_lm("llama"), adapter).train())
 
     plain, ours = both(make, loader)
     assert_same(plain, ours)
     assert_engaged(ours)
-    assert all("lora" in name for name in ours.gradients[0])
+    assert all("lora" in name or "modules_to_save" in name for name in ours.gradients[0])
 
 
 class Preference(Plain):

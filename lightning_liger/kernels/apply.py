@@ -17,7 +17,7 @@ from lightning_liger.kernels.registry import KernelBinding, KernelPatch, known_o
 from lightning_liger.kernels.report import KernelReport, OpReport
 from lightning_liger.kernels.rotary import RopePatch, rotary_function
 from lightning_liger.kernels.standin import defined_by
-from lightning_liger.patching import Rebound, Switch, live_binding
+from lightning_liger.patching import Rebound, Switch, inside_compiled, live_binding
 
 Choice = bool | str | Mapping[str, bool]
 
@@ -63,7 +63,7 @@ class Kernels:
         new = [m for m in module.modules() if m not in self._seen]
         self._seen.update(new)
         known = _Known(module if new else None)
-        compiled = set(_inside_compiled(module))
+        compiled = inside_compiled(module)
         device = trial_device()
         verdicts: dict[object, Verdict] = {}
         rotary_problem: str | None = None
@@ -157,12 +157,6 @@ class _Known:
 
 def _is_transformers(module: nn.Module) -> bool:
     return any(k.__name__ == "PreTrainedModel" for k in type(module).__mro__)
-
-
-def _inside_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    for outer in module.modules():
-        if getattr(outer, "_compiled_call_impl", None) is not None or type(outer).__name__ == "OptimizedModule":
-            yield from outer.modules()
 
 
 def _foreign(module: Any, switch: Switch) -> str:

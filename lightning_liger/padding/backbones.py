@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch.nn as nn
-from torch._dynamo import OptimizedModule
 
 from lightning_liger.padding.attention import uses_attention_interface
 
@@ -25,10 +24,6 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
     for model in module.modules():
         if isinstance(model, PreTrainedModel) and getattr(model.config, "is_encoder_decoder", False):
             inside_encoder_decoder.update(model.modules())
-    traced: set[nn.Module] = set()
-    for outer in module.modules():
-        if is_compiled(outer):
-            traced.update(outer.modules())
     found: list[nn.Module] = []
     refused: dict[nn.Module, str] = {}
     for model in module.modules():
@@ -39,8 +34,6 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
         name = type(model).__name__
         if model in inside_encoder_decoder:
             refused[model] = f"{name}: encoder-decoder models keep their padding"
-        elif model in traced:
-            refused[model] = f"{name}: torch.compile traces the backbone; compile its layers instead"
         elif "labels" in inspect.signature(type(model).forward).parameters:
             refused[model] = f"{name}: the model has no backbone apart from its head"
         elif not any(uses_attention_interface(m) for m in model.modules()):
@@ -48,11 +41,6 @@ def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, 
         else:
             found.append(model)
     return found, refused
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` made this module, or ``module.compile()`` was called on it."""
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def attention_layers(backbone: nn.Module) -> list[nn.Module]:
@@ -70,6 +58,8 @@ def _takes_tokens(model: nn.Module) -> bool:
 
 def _embeds_tokens(model: Any) -> bool:
     try:
-        return isinstance(model.get_input_embeddings(), nn.Embedding)
+        embeddings = model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
         return False
+    # adapters wrap the table, and keep it inside
+    return isinstance(embeddings, nn.Module) and any(isinstance(m, nn.Embedding) for m in embeddings.modules())
