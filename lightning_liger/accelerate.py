@@ -43,9 +43,10 @@ class Accelerated:
         self.book = LayoutBook()
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
-        self._bindings: list[Rebound] = []
-        self._heads: list[nn.Module] = []
-        self._backbones: list[nn.Module] = []
+        # weak, all of them: this object is a value in the registry, and would keep its own key alive
+        self._bindings: list[weakref.ref[Rebound]] = []
+        self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def is_active(self) -> bool:
@@ -64,8 +65,10 @@ class Accelerated:
     def revert(self) -> None:
         """Take everything back: no attribute of the module, of its classes or of a library stays changed."""
         self._switch.on = False
-        for binding in reversed(self._bindings):
-            binding.unbind()
+        for reference in reversed(self._bindings):
+            binding = reference()
+            if binding is not None:
+                binding.unbind()
         self._bindings.clear()
         module = self._module()
         if module is not None and _ACCELERATED.get(module) is self:
@@ -77,11 +80,11 @@ class Accelerated:
         """Bind to what the module holds now; what is bound already stays as it is."""
         # below everything else: padding removal wraps the forwards that kernels replace
         for binding in self._kernels.bindings(module):
-            binding.bind()
-            self._bindings.append(binding)
-        self._remove_padding(module)
+            self._keep(binding)
+        compiled = inside_compiled(module)
+        self._remove_padding(module, compiled)
         if self.settings.fused_head:
-            self._fuse_heads(module)
+            self._fuse_heads(module, compiled)
         else:
             self.report.head.refuse("switched off (fused_head=False)")
         for model in module.modules():
@@ -94,14 +97,15 @@ class Accelerated:
         """Bind once; True if it was new."""
         if live_binding(module, kind.name, self._switch, kind) is not None:
             return False
-        binding = kind(module, self._switch, *args)
-        binding.bind()
-        self._bindings.append(binding)
+        self._keep(kind(module, self._switch, *args))
         return True
 
-    def _remove_padding(self, module: nn.Module) -> None:
+    def _keep(self, binding: Rebound) -> None:
+        binding.bind()
+        self._bindings.append(weakref.ref(binding))
+
+    def _remove_padding(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.padding
-        compiled = inside_compiled(module)
         suited, refused = find_backbones(module)
         if not self.settings.padding_free:
             report.refuse(_PADDING_OFF)
@@ -110,7 +114,7 @@ class Accelerated:
         for backbone in (*suited, *refused):
             if backbone in self._backbones:
                 continue
-            self._backbones.append(backbone)
+            self._backbones.add(backbone)
             report.found += self.settings.padding_free
             if backbone in compiled:
                 report.refuse(f"{type(backbone).__name__} {_COMPILED}")
@@ -126,16 +130,15 @@ class Accelerated:
             report.applied += 1
             report.name(type(backbone).__name__)
 
-    def _fuse_heads(self, module: nn.Module) -> None:
+    def _fuse_heads(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.head
-        compiled = inside_compiled(module)
         heads, refused = find_heads(module, self.settings.head)
         for reason in refused:
             report.refuse(reason)
         for head in heads:
             if head in self._heads:
                 continue
-            self._heads.append(head)
+            self._heads.add(head)
             if head in compiled:
                 report.refuse(f"the head {_COMPILED}")
                 continue

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +125,16 @@ def test_accelerate_is_idempotent() -> None:
     assert other.report.padding.applied == 0 and other.report.head.applied == 1
     other.revert()
     assert "forward" not in vars(model.model) and "forward" not in vars(model.lm_head)
+
+
+def test_an_accelerated_model_can_be_forgotten() -> None:
+    model = causal_lm("llama")
+    accelerate(model)
+    model(**collate(documents(4))).loss.backward()
+    forgotten = weakref.ref(model)
+    del model
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_state_dict_keys_and_pause() -> None:
