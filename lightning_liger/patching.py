@@ -31,11 +31,6 @@ def bypass(reason: str) -> Iterator[None]:
         _BYPASS.reset(token)
 
 
-def bypass_reason() -> str | None:
-    """Why rebound methods stand aside at this moment, or None."""
-    return _BYPASS.get()
-
-
 class Switch:
     """One on/off flag, shared by all that was applied in one go and by every deep copy of it."""
 

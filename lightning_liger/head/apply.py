@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -40,15 +43,13 @@ class LazyHead(Rebound):
         return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report))
 
 
+@functools.cache
 def resolve_backend(wanted: str, device: torch.device) -> str:
     """The ``head_backend`` to use for rows on ``device``.
 
     Raises:
         ValueError: a backend that cannot run there.
     """
-    import importlib.util
-    import os
-
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if wanted == "auto":
         return "triton" if device.type == "cuda" and importlib.util.find_spec("triton") is not None else "torch"

@@ -17,7 +17,7 @@ import lightning_liger.head.readers
 import lightning_liger.head.shapes  # noqa: F401
 from lightning_liger.head import hidden_rows
 from lightning_liger.head.lazy import HANDLERS, LazyRows, Source
-from lightning_liger.head.memory import share_memory
+from lightning_liger.head.memory import is_write, share_memory
 
 T = Tensor
 
@@ -67,7 +67,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_late(wanted, "backward")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if _writes(name) and given[0] and isinstance(given[0][0], LazyRows):
+    if is_write(name) and given[0] and isinstance(given[0][0], LazyRows):
         target = given[0][0].pin(name)
         result = func(target, *_values(args[1:], name), **_values(kwargs, name))
         return given[0][0] if result is target else result
@@ -131,10 +131,6 @@ def _all_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     tree_map_only(LazyRows, check, (args, kwargs))
     return live
-
-
-def _writes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _from_torch_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

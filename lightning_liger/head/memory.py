@@ -11,6 +11,11 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
+def is_write(name: str) -> bool:
+    """Whether a torch function of this name writes into its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def version_of(tensor: Tensor) -> int:
     """How often the memory of ``tensor`` was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version

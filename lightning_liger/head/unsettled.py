@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_liger.head.memory import version_of
+from lightning_liger.head.memory import is_write, version_of
 from lightning_liger.head.pending import note_pending
 
 T = Tensor
@@ -135,7 +135,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _join(func, first, args[1:], kwargs)
     if func in (T.masked_fill, torch.masked_fill, torch.where, T.where) and len(args) == 3 and not kwargs:
         return _choice(func, args)
-    if _writes(func) and isinstance(first, Unsettled):
+    if is_write(getattr(func, "__name__", "")) and isinstance(first, Unsettled):
         first.settle_in_place()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(first, *_settled(args[1:]), **_settled(kwargs))
@@ -165,11 +165,6 @@ def _others(args: Any, kwargs: Any) -> bool:
 
     tree_map_only(Unsettled, see, (args, kwargs))
     return found
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _like(values: Any, unknown: Tensor, func: Any, args: Any, kwargs: Any, base: Unsettled | None = None) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_liger.head.memory import version_of
+
 
 class NotPackable(Exception):
     """This mask does not describe one run of real tokens per row; the text says why."""
@@ -123,10 +125,6 @@ class Placed:
     cu_seqlens: Tensor
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _refuse_empty_rows(real: Tensor) -> None:
     if (empty := (~real.any(1)).nonzero()).numel():
         rows = ", ".join(str(int(r)) for r in empty[:5, 0])
@@ -162,12 +160,12 @@ class LayoutBook:
             if not (isinstance(source, Tensor) and isinstance(target, Tensor)):
                 continue
             if source.device.type == "cpu" and source.dim() == 2 and source.shape == target.shape:
-                self._origin[id(target)] = (weakref.ref(target), _version(target), source)
+                self._origin[id(target)] = (weakref.ref(target), version_of(target), source)
 
     def origin(self, tensor: Tensor) -> Tensor | None:
         """The CPU tensor that ``tensor`` was copied from, if it is unchanged since."""
         entry = self._origin.get(id(tensor))
-        if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
+        if entry is None or entry[0]() is not tensor or entry[1] != version_of(tensor):
             return tensor if tensor.device.type == "cpu" else None
         return entry[2]
 
