@@ -29,7 +29,10 @@ class LazyHead(Rebound):
             return self.original(*args, **kwargs)
         hidden = args[0]
         weight, bias = self.module.weight, self.module.bias
-        if torch.compiler.is_compiling() or not _whole(weight) or hidden.device != weight.device:
+        if torch.compiler.is_compiling() or hidden.device != weight.device:
+            return self.original(*args, **kwargs)
+        if not _whole(weight):
+            self.report.refuse("the head's weight is a DTensor where its forward runs (tensor parallel?)")
             return self.original(*args, **kwargs)
         if not isinstance(hidden, LazyRows) and hidden.shape[:-1].numel() == 0:
             return self.original(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,7 +12,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import PAD, VOCAB, Plain, assert_engaged, assert_same, both, causal_lm, collate_shifted, loader
+from helpers import (
+    PAD,
+    VOCAB,
+    Plain,
+    assert_engaged,
+    assert_same,
+    both,
+    causal_lm,
+    collate,
+    collate_shifted,
+    documents,
+    loader,
+)
 from torch import Tensor
 
 from lightning_liger import Settings, accelerate
@@ -222,3 +235,21 @@ def test_functional_transforms_of_a_model() -> None:
     handle.revert()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_weight_in_pieces_is_left_alone_and_said(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    model = causal_lm("llama")
+    handle = accelerate(model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model.lm_head.weight = torch.nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()]))
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            model(**collate(documents(4)))
+    finally:
+        dist.destroy_process_group()
+    assert handle.report.head.off == ["the head's weight is a DTensor where its forward runs (tensor parallel?)"]
