@@ -65,6 +65,7 @@ class Accelerated:
     def revert(self) -> None:
         """Take everything back: no attribute of the module, of its classes or of a library stays changed."""
         self._switch.on = False
+        self.book.close()
         for reference in reversed(self._bindings):
             binding = reference()
             if binding is not None:
@@ -83,6 +84,9 @@ class Accelerated:
             self._keep(binding)
         compiled = inside_compiled(module)
         self._remove_padding(module, compiled)
+        # what a backbone hands to its layers are ordinary tensors; any other compiled code would see ours
+        inside = {m for b in self._backbones if b not in compiled for m in b.modules()}
+        self.book.follow = compiled <= inside
         if self.settings.fused_head:
             self._fuse_heads(module, compiled)
         else:
@@ -122,7 +126,7 @@ class Accelerated:
             verdict = Verdict(None, refused[backbone]) if backbone in refused else packing_verdict(backbone)
             if verdict.positions is None:
                 report.refuse(verdict.reason)
-                self._bind(backbone, CountedBackbone, self.book, report)
+                self._bind(backbone, CountedBackbone, report)
                 continue
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)

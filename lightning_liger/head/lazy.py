@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 from lightning_liger.head.memory import share_memory, version_of
 from lightning_liger.head.pending import note_pending
 from lightning_liger.head.view import Head, PlainSource, Source, View
+from lightning_liger.mirrored import arange
 
 __all__ = ["HANDLERS", "Handler", "Head", "LazyRows", "PlainSource", "Source", "View", "handles", "lazy"]
 
@@ -151,7 +152,7 @@ class LazyRows(Tensor):
             rows: ``(T, H)``; ``index``: ``(B, S)`` row of each position, -1 for padding.
             has_pads: whether ``index`` holds -1 at all (known on the CPU, so nobody has to ask the device).
         """
-        root = torch.arange(index.numel(), device=index.device).view(index.shape)
+        root = arange(index.numel(), index.device).view(index.shape)
         source = Source(rows, index.reshape(-1), root, plain=plain if has_pads else None, path=path)
         return lazy(View(source, root, root.dim(), (), rows.dtype))
 
@@ -162,7 +163,7 @@ class LazyRows(Tensor):
             view = hidden.view_
             return lazy(replace(view, source=replace(view.source, head=head), dtype=head.dtype))
         hidden = hidden.values_now("head") if isinstance(hidden, LazyRows) else hidden
-        root = torch.arange(hidden.shape[:-1].numel(), device=hidden.device).view(hidden.shape[:-1])
+        root = arange(hidden.shape[:-1].numel(), hidden.device).view(hidden.shape[:-1])
         source = Source(hidden.reshape(-1, hidden.shape[-1]), None, root, head=head)
         return lazy(View(source, root, root.dim(), (), head.dtype))
 

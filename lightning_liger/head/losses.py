@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_liger.head.choosing import choose
 from lightning_liger.head.lazy import LazyRows, View, handles
 from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
 from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
@@ -109,16 +110,14 @@ def _labelled(
         return NotImplemented
     if isinstance(target, Unsettled):
         target = target.settle()
-    flat = target.reshape(-1)
-    keep = (flat != ignore_index).nonzero()[:, 0]
-    labels, position = flat[keep].long(), view.flat[keep]
-    on_padding = _checked(view, labels, position)
-    if on_padding and reduction == "none":
+    choice = choose(view, target, ignore_index)
+    keep, labels, position = choice.keep, choice.labels, choice.position
+    if choice.on_padding and reduction == "none":
         # The losses of padded positions are often masked away afterwards: leave them to whoever reads them.
         return _each_loss(input, target, ignore_index, program)
     input.consume("the loss")
-    view.source.head.report.scored(flat.numel(), keep.numel())
-    if on_padding:
+    view.source.head.report.scored(target.numel(), keep.numel())
+    if choice.on_padding:
         view = view.scored("the loss")
         simple = None if simple is None else replace(simple, source=view.source)
     if simple is not None:
@@ -144,7 +143,7 @@ def _labelled(
         elif reduction == "mean" and weight is not None:
             losses = losses / weight.to(losses.dtype)[labels].sum()
     if reduction == "none":
-        losses = losses.new_zeros(flat.numel()).index_put((keep,), losses).view(target.shape)
+        losses = losses.new_zeros(target.numel()).index_put((keep,), losses).view(target.shape)
     return losses.to(_loss_dtype(input))
 
 
@@ -164,28 +163,6 @@ def _loss_dtype(logits: LazyRows) -> torch.dtype:
     """Cross entropy answers in the dtype of the logits, which autocast lifts to fp32."""
     kind = logits.device.type
     return torch.float32 if torch.is_autocast_enabled(kind) and logits.dtype != torch.float64 else logits.dtype
-
-
-def _checked(view: View, labels: Tensor, position: Tensor) -> bool:
-    """Check labels with one read of the device; whether padded positions are among those that count.
-
-    Raises:
-        IndexError: a label outside of the vocabulary.
-    """
-    if not labels.numel():
-        return False
-    pads = view.padding(position)
-    padded = labels.new_zeros(()) if pads is None else pads.any().to(labels.dtype)
-    low, high, on_padding = torch.stack((labels.min(), labels.max(), padded)).tolist()
-    vocab = view.source.width
-    if low < 0 or high >= vocab:
-        wrong = low if low < 0 else high
-        raise IndexError(
-            f"label {wrong} is outside of the vocabulary: the LM head has {vocab} rows (labels 0 to {vocab - 1}, and "
-            "ignore_index for positions that do not count). Check the tokenizer against the model "
-            "(model.resize_token_embeddings) and the ignore_index of the loss."
-        )
-    return bool(on_padding)
 
 
 def _against_probabilities(

@@ -11,9 +11,13 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_IN_PLACE = {f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift")}
+
+
 def is_write(name: str) -> bool:
     """Whether a torch function of this name writes into its first argument."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_liger.head.linear_cross_entropy import add_product, chunk_rows, refuse_second_derivative, sum_dtype
 from lightning_liger.head.tail import apply_tail
 from lightning_liger.head.view import Given, Mix, Source, View
+from lightning_liger.mirrored import ordinary
 
 Program: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
@@ -288,6 +289,7 @@ def per_row(
     Returns:
         The outputs for all ``N`` rows, or ``(sum,)`` with ``scale``.
     """
+    position, extras = ordinary((position, extras))
     with torch.autocast(view.source.device.type, enabled=False):
         plan = _Plan(view, position)
         inputs, plan.inputs = plan.inputs, []

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows
+from lightning_liger.mirrored import ordinary
 from lightning_liger.padding.attention import (
     BackendError,
     PackedCall,
@@ -74,14 +75,15 @@ class PackedBackbone(Rebound):
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)  # traced code has one shape, and no documents in it
         if torch.is_grad_enabled() in self.off:
-            count_call(self.report, self.book, {**dict(zip(self._names, args, strict=False)), **kwargs})
-            return self.original(*args, **kwargs)
+            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            return self._as_it_is(args, kwargs)
         try:
             call = self._named(args, kwargs)
             layout = self._layout(call)
         except (Unsuitable, NotPackable) as reason:
             self.report.left_padded(str(reason))
-            return self.original(*args, **kwargs)
+            return self._as_it_is(args, kwargs)
+        args, kwargs, call = ordinary((args, kwargs, call))
         try:
             output = self._run(call, layout, PlainRun(self, args, self._by_name(call, kwargs), layout))
         except BackendError:
@@ -93,6 +95,10 @@ class PackedBackbone(Rebound):
             return self.original(*args, **kwargs)
         self.report.packed(layout)
         return output
+
+    def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = ordinary((args, kwargs))
+        return self.original(*args, **kwargs)
 
     # -- going in ------------------------------------------------------------------------------------------------
 

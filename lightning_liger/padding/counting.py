@@ -9,12 +9,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_liger.padding.layout import LayoutBook
+from lightning_liger.mirrored import cpu_values, ordinary
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
 
-def count_call(report: PaddingReport, book: LayoutBook, call: dict[str, Any]) -> None:
+def count_call(report: PaddingReport, call: dict[str, Any]) -> None:
     """Count the positions of one call and, where its mask is known on the CPU, how many of them are padding."""
     tokens = call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
@@ -23,21 +23,21 @@ def count_call(report: PaddingReport, book: LayoutBook, call: dict[str, Any]) ->
     report.seen((tokens.shape[0], tokens.shape[1]))
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]:
-        mask = book.origin(mask)
-        if mask is not None:
-            report.real(int((mask != 0).sum()))
+        values = cpu_values(mask)
+        if values is not None:
+            report.real(int((values != 0).sum()))
 
 
 class CountedBackbone(Rebound):
     """``forward`` of a backbone whose padding stays: nothing but the counters changes."""
 
-    def __init__(self, module: nn.Module, switch: Switch, book: LayoutBook, report: PaddingReport) -> None:
+    def __init__(self, module: nn.Module, switch: Switch, report: PaddingReport) -> None:
         super().__init__(module, switch)
-        self.book = book
         self.report = report
         self._names = tuple(inspect.signature(type(module).forward).parameters)[1:]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            count_call(self.report, self.book, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        args, kwargs = ordinary((args, kwargs))
         return self.original(*args, **kwargs)

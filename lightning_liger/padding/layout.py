@@ -1,22 +1,22 @@
 """Where the real tokens of a padded batch are.
 
 A :class:`Layout` is made on the CPU, from the attention mask as the DataLoader produced it. :class:`LayoutBook` keeps
-it beside the batch while Lightning moves the batch to the device, so that the model call finds it by the identity of
-its mask and nothing is read back from the device.
+it beside the batch while Lightning moves the batch to the device, and tells the moved tensors what they hold
+(:mod:`lightning_liger.mirrored`), so that nothing is read back from the device.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_liger.head.memory import version_of
+from lightning_liger.head.memory import share_memory
+from lightning_liger.mirrored import cpu_values, forget, mirror, ordinary, sent
 
 
 class NotPackable(Exception):
@@ -107,11 +107,9 @@ class Layout:
         """This layout's tensors on ``device``, copied once and without waiting for the device."""
         if device not in self._placed:
             ends = torch.tensor((0, *self.lengths)).cumsum(0).to(torch.int32)
-            cpu = (self.gather, self.index, self.restart, ends)
-            if device.type == "cuda":
-                cpu = tuple(t.pin_memory() for t in cpu)  # type: ignore[assignment]
-            moved = [t.to(device, non_blocking=True) for t in cpu]
-            self._placed[device] = Placed(*moved)
+            made = [sent(t, device) for t in (self.gather, self.index, self.restart, ends)]
+            # inside the backbone nobody asks what they hold
+            self._placed[device] = Placed(*(t if t is made[1] else ordinary(t) for t in made))
         return self._placed[device]
 
 
@@ -136,12 +134,18 @@ def _refuse_empty_rows(real: Tensor) -> None:
 
 
 class LayoutBook:
-    """Remembers, for the batch in flight, which CPU tensor each of its device tensors was copied from."""
+    """Knows, for the batch in flight, what its device tensors hold, and the layouts that were read off them.
+
+    Attributes:
+        follow: tell the tensors of a batch what they hold. Compiled code is made for ordinary tensors only.
+        device_reads: how often a value had to be read back from the device.
+    """
 
     def __init__(self) -> None:
-        self._origin: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._layouts: dict[tuple[int, Hashable], Layout] = {}
+        self.follow = True
         self.device_reads = 0
+        self._batch: list[Tensor] = []
+        self._layouts: dict[tuple[int, int, Hashable], tuple[Tensor, Layout]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayoutBook:
         return LayoutBook()
@@ -151,31 +155,34 @@ class LayoutBook:
 
     def pair(self, before: Any, after: Any) -> None:
         """Note the tensors of a batch before and after its transfer. Forgets the previous batch."""
-        self._origin.clear()
-        self._layouts.clear()
-        sources, moved = tree_leaves(before), tree_leaves(after)
-        if len(sources) != len(moved):
+        self.close()
+        sources, moved = list(_tensors(before)), list(_tensors(after))
+        if not self.follow or len(sources) != len(moved):
             return
+        shapes = {s.shape for s in sources if not s.is_floating_point()}
         for source, target in zip(sources, moved, strict=True):
-            if not (isinstance(source, Tensor) and isinstance(target, Tensor)):
+            if source.device.type != "cpu" or source.shape != target.shape or share_memory(source, target):
                 continue
-            if source.device.type == "cpu" and source.dim() == 2 and source.shape == target.shape:
-                self._origin[id(target)] = (weakref.ref(target), version_of(target), source)
+            # floats are followed where they are masks, not where they are features
+            if source.is_floating_point() and source.shape not in shapes:
+                continue
+            if target.is_contiguous():
+                self._batch.append(mirror(target, source.clone(memory_format=torch.contiguous_format)))
 
-    def origin(self, tensor: Tensor) -> Tensor | None:
-        """The CPU tensor that ``tensor`` was copied from, if it is unchanged since."""
-        entry = self._origin.get(id(tensor))
-        if entry is None or entry[0]() is not tensor or entry[1] != version_of(tensor):
-            return tensor if tensor.device.type == "cpu" else None
-        return entry[2]
+    def close(self) -> None:
+        """Forget the batch; its tensors are ordinary ones again."""
+        for tensor in self._batch:
+            forget(tensor)
+        self._batch.clear()
+        self._layouts.clear()
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of ``tensor`` on the CPU, read back from the device (counted) if they are not known there."""
-        source = self.origin(tensor)
-        if source is None:
+        values = cpu_values(tensor)
+        if values is None:
             self.device_reads += 1
-            source = tensor.detach().to("cpu")
-        return source
+            values = tensor.detach().to("cpu")
+        return values
 
     def layout(
         self, tensor: Tensor, make: Callable[[Tensor], Layout] = Layout.from_mask, name: Hashable = "mask"
@@ -185,10 +192,24 @@ class LayoutBook:
         Raises:
             NotPackable, ValueError: as ``make`` does.
         """
-        source = self.origin(tensor)
-        if source is None or source is tensor:
+        values = cpu_values(tensor)
+        if values is None or values is tensor:
             return make(self.read(tensor))
-        key = (id(source), name)
+        if values.is_inference():
+            return make(values)  # nothing tells whether it was written to since
+        key = (id(values), values._version, name)
         if key not in self._layouts:
-            self._layouts[key] = make(source)
-        return self._layouts[key]
+            # held together, so that the id stays theirs
+            self._layouts[key] = (values, make(values))
+        return self._layouts[key][1]
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a batch, whatever it is made of."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors(dict(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors([getattr(leaf, f.name) for f in fields(leaf)])

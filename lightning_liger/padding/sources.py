@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.mirrored import cpu_values
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
 from lightning_liger.report import NO_PADDING
 
@@ -69,7 +70,7 @@ def find_layout(
     except NotPackable:
         return _from_other_masks(mask, call.get("position_ids"), book, note)
     if not layout.has_padding:
-        if pad is not None and _looks_padded(call.get("input_ids"), book, pad):
+        if pad is not None and _looks_padded(call.get("input_ids"), pad):
             raise Unsuitable("the attention mask is all ones over what looks like padding, so it is attended to")
         raise Unsuitable(NO_PADDING)
     return layout
@@ -137,8 +138,8 @@ def _constant_tails(ids: Tensor) -> tuple[Tensor, Tensor]:
     return last[:, 0], (ids.flip(1) == last).to(torch.int64).cumprod(1).sum(1)
 
 
-def _looks_padded(ids: Any, book: LayoutBook, pad: int) -> bool:
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or (source := book.origin(ids)) is None:
+def _looks_padded(ids: Any, pad: int) -> bool:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or (source := cpu_values(ids)) is None:
         return False
     token, length = _constant_tails(source)
     return bool(((token == pad) & (length > 1)).any())
@@ -147,7 +148,7 @@ def _looks_padded(ids: Any, book: LayoutBook, pad: int) -> bool:
 def _from_tails(ids: Any, book: LayoutBook, causal: bool, pad: int | None) -> Layout:
     if not causal:
         raise Unsuitable("no attention_mask was passed, and the model looks ahead")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or book.origin(ids) is None:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or cpu_values(ids) is None:
         raise Unsuitable("no attention_mask was passed, and the tokens are not known on the CPU")
 
     def from_tails(source: Tensor) -> Layout:

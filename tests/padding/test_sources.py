@@ -12,6 +12,7 @@ from comparing import PAD, VOCAB, all_packed, batch, compare, gradients, sharpen
 from torch import Tensor
 
 from lightning_liger.accelerate import accelerate
+from lightning_liger.mirrored import cpu_values
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
 
 
@@ -218,7 +219,8 @@ def test_the_book_reads_each_batch_once_and_forgets_it() -> None:
     moved = {"m": before["m"].clone()}
     book.pair(before, moved)
     assert book.layout(moved["m"]) is book.layout(moved["m"])
-    moved["m"][0, 1] = 0  # written to since: not what was paired
+    moved["m"][0, 1] = 0  # written to since: not what was read
     assert book.layout(moved["m"]).tokens == 1
+    assert before["m"].tolist() == [[1, 1, 0]]
     book.pair({}, {})
-    assert book.origin(moved["m"]) is moved["m"] and book.device_reads == 0
+    assert type(moved["m"]) is torch.Tensor and cpu_values(moved["m"]) is moved["m"] and book.device_reads == 0
