@@ -6,13 +6,14 @@ import io
 import shutil
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_liger.kernels.report import KernelReport
 
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
+    from lightning_liger.parallel.audit import ShardingReport
 
 
 NO_PADDING = "the batch has no padding"
@@ -157,6 +158,7 @@ class Report:
     padding: PaddingReport = field(default_factory=lambda: PaddingReport("Padding removal"))
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
     kernels: KernelReport = field(default_factory=KernelReport)
+    sharding: ShardingReport | None = None
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -177,6 +179,7 @@ class Report:
             "padding_free": self.padding.to_dict(),
             "fused_head": self.head.to_dict(),
             "kernels": self.kernels.to_dict(),
+            "sharding": None if self.sharding is None else asdict(self.sharding),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
         }
@@ -193,6 +196,7 @@ class Report:
             (self.padding.title, _where(self.padding, "backbone"), self._padding_did()),
             (self.head.title, _where(self.head, "head"), self._head_did()),
             *self.kernels.rows(),
+            *([] if self.sharding is None else [self.sharding.row()]),
         ]
 
     def _padding_did(self) -> str:
@@ -227,7 +231,7 @@ class Report:
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""
         reasons = [f"  - {reason}" for reason in self.reasons()]
-        if self.nothing_to_accelerate:
+        if self.nothing_to_accelerate and self.sharding is None:
             why = "see below" if reasons else "no transformers model and no language-model head was found"
             return "\n".join([f"lightning-liger: nothing to accelerate ({why}); everything runs as it is", *reasons])
         columns = ("feature", "applied to", "first training step")

@@ -46,6 +46,15 @@ class LazyHead(Rebound):
         return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report))
 
 
+def lazy_heads(module: nn.Module) -> list[nn.Module]:
+    """The heads inside of ``module`` that answer with lazy logits, and whose weights are read after their forward."""
+
+    def is_lazy(forward: Any) -> bool:
+        return isinstance(forward, LazyHead) or (isinstance(forward, Rebound) and is_lazy(forward.previous))
+
+    return [m for m in module.modules() if is_lazy(m.__dict__.get("forward"))]
+
+
 @functools.cache
 def resolve_backend(wanted: str, device: torch.device) -> str:
     """The ``head_backend`` to use for rows on ``device``.

@@ -6,6 +6,7 @@ computed before the step, as it was in the plain run.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Protocol
 
@@ -33,9 +34,13 @@ def settle_pending() -> int:
 
     Call it before an optimizer's step. Usually nothing is held any more by then.
     """
+    from lightning_liger.padding.attention import PackingError
+
     held = list(_PENDING)
     _PENDING.clear()
     with torch.no_grad():
         for tensor in held:
-            tensor.settle_for_good()
+            # Holding on to logits is no reading of them: where they cannot be computed, whoever reads them is told so.
+            with contextlib.suppress(PackingError):
+                tensor.settle_for_good()
     return len(held)

@@ -1,0 +1,62 @@
+"""When gradients travel between ranks, and how those do that FSDP does not manage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class UnshardedGradients:
+    """Averages the gradients of whole parameters over ranks, in fp32, once per backward that synchronises.
+
+    FSDP cannot shard a parameter without dimensions (a temperature, a loss weight); each rank holds all of it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.synchronise = True
+        self._group = group
+        self._handles = [p.register_post_accumulate_grad_hook(self._average) for p in parameters if p.requires_grad]
+
+    def _average(self, parameter: torch.Tensor) -> None:
+        if self.synchronise and parameter.grad is not None:
+            total = parameter.grad.float() / dist.get_world_size(self._group)
+            dist.all_reduce(total, group=self._group)
+            parameter.grad.copy_(total)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def reduce_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
+    """Have the root's gradients reduced at the end of the backward that ``loss`` begins, whoever calls it.
+
+    FSDP2 learns of a backward from what a forward returned. With manual optimization the backward runs inside of the
+    root's forward, and a module without blocks has no other: it would never train.
+    """
+    if isinstance(root, FSDPModule) and loss.requires_grad:
+        state = root._get_fsdp_state()
+        loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+
+
+@contextmanager
+def no_gradient_sync(module: nn.Module, unsharded: UnshardedGradients | None) -> Iterator[None]:
+    """Backward passes in this context add up on each rank; the next one outside of it reduces the sum, once."""
+    _set(module, unsharded, False)
+    try:
+        yield
+    finally:
+        _set(module, unsharded, True)
+
+
+def _set(module: nn.Module, unsharded: UnshardedGradients | None, synchronise: bool) -> None:
+    for sharded in module.modules():
+        if isinstance(sharded, FSDPModule):
+            sharded.set_requires_gradient_sync(synchronise, recurse=False)
+    if unsharded is not None:
+        unsharded.synchronise = synchronise

@@ -1,0 +1,165 @@
+"""Sharding one module, in place: the blocks first, then the module itself as the root of all that is left."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from lightning_liger.parallel.entry import Entry, watch_entries
+
+_SHARDED: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass
+class Sharding:
+    """What :func:`shard` did.
+
+    Attributes:
+        blocks: path -> block that is a group of its own.
+        found: paths of groups that the user's code had made before.
+        whole: parameters that no group manages: each rank holds all of them, and their gradients must be averaged.
+        entry: gathers the root's group for whoever comes in past its forward.
+    """
+
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)
+    whole: dict[str, nn.Parameter] = field(default_factory=dict)
+    entry: Entry | None = None
+
+
+def shard(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    root_policy: MixedPrecisionPolicy,
+    block_policy: MixedPrecisionPolicy,
+    prepare: Callable[[nn.Module], None],
+    reshard_after_forward: bool = True,
+    offload: bool = False,
+) -> Sharding:
+    """``fully_shard`` each block, then ``module`` as the root, so that every parameter is managed. A collective.
+
+    A parameter that no group holds would be trained by each rank on its own data alone, and silently diverge. The root
+    is not resharded after its forward: a loss may read the head's weight later, and backward begins there anyway.
+
+    A module that an earlier call sharded stays as it is. What the user's code sharded is left alone, too.
+
+    Args:
+        module: the LightningModule, or any module that is called first.
+        blocks: path -> submodule to gather and free by itself; from :func:`lightning_liger.parallel.blocks.find_blocks`.
+        mesh: one dimension to shard over, or two, of which the first replicates.
+        device: where parameters live while they take part in a step.
+        root_policy: dtypes of the root's group. block_policy: dtypes of each block.
+        prepare: called on each part of the module before its group is made, with what no earlier group holds; casts,
+            initialises or broadcasts its parameters.
+        reshard_after_forward: free a block's parameters between forward and backward.
+        offload: keep shards, gradients and with them the optimizer's state in host memory.
+    """
+    known = _SHARDED.get(module)
+    if known is not None:
+        reshard(module)
+        return known
+    found = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    whole = {n: p for n, p in module.named_parameters() if not _can_be_sharded(p)}
+    for parameter in whole.values():
+        parameter.data = parameter.data.to(device)
+        _broadcast(parameter.data)
+    ignored = set(whole.values())
+    offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+
+    def make_group(part: nn.Module, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+        prepare(part)
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored,
+        )
+
+    for block in blocks.values():
+        make_group(block, block_policy, reshard_after_forward)
+    if not isinstance(module, FSDPModule):
+        make_group(module, root_policy, False)
+    for name in STEPS:
+        if callable(getattr(module, name, None)):
+            register_fsdp_forward_method(module, name)
+    entry = watch_entries(module, _inside_groups(module), root_policy.param_dtype)
+    _SHARDED[module] = Sharding(dict(blocks), found, whole, entry)
+    return _SHARDED[module]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free every gathered parameter, so that the module holds what optimizers and checkpoints work on."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def own_tensors(part: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of ``part`` that no group inside of it holds, each once."""
+    seen: set[int] = set()
+    grouped = {
+        id(m)
+        for inner in part.modules()
+        if inner is not part and isinstance(inner, FSDPModule)
+        for m in inner.modules()
+    }
+    for module in part.modules():
+        if id(module) in grouped:
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if id(tensor) not in seen and not isinstance(tensor, DTensor):
+                seen.add(id(tensor))
+                yield tensor
+
+
+def same_on_all_ranks(part: nn.Module, device: torch.device) -> None:
+    """Move what :func:`own_tensors` names to ``device`` and give every rank what rank 0 holds. A collective.
+
+    Without a seed each rank initialises a module of its own, and its shards would be pieces of different models.
+    """
+    for tensor in own_tensors(part):
+        if tensor.device.type != "meta":
+            tensor.data = tensor.data.to(device)
+            _broadcast(tensor.data)
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    # as bytes: gloo and NCCL do not know every dtype, and a view of another shape may not be contiguous
+    whole = tensor.contiguous()
+    if whole.numel():
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _can_be_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) or (parameter.dim() > 0 and parameter.is_floating_point())
+
+
+def _inside_groups(root: nn.Module) -> set[nn.Module]:
+    inside: set[nn.Module] = set()
+    for module in root.modules():
+        if module is not root and isinstance(module, FSDPModule) and module not in inside:
+            inside.update(module.modules())
+    return inside

@@ -1,0 +1,114 @@
+"""The bf16 policy: which dtype parameters are stored, computed and reduced in, for each ``Trainer(precision=...)``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.parallel.clipping import clip_grad_norm, clip_grad_value
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+REMEDY = (
+    "Use Trainer(precision='32-true') or 'bf16-mixed' (fp32 master weights, bf16 compute), 'bf16-true' (bf16 weights), "
+    "or LigerFSDPStrategy(bf16=False) with '32-true' for fp32 throughout."
+)
+
+
+@dataclass(frozen=True)
+class DTypes:
+    """Where each dtype is used.
+
+    Args:
+        master: dtype that trainable parameters, and with them the optimizer's state, are stored in; None leaves them.
+        compute: dtype of parameters while they take part in forward and backward; None computes in the stored one.
+        reduce: dtype of gradients while they are summed over ranks.
+        name: what ``trainer.precision`` says.
+        notice: one line for the user when this is not literally what was asked for.
+    """
+
+    master: torch.dtype | None
+    compute: torch.dtype | None
+    reduce: torch.dtype
+    name: str
+    notice: str = ""
+
+    def policy(self, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+        """FSDP2's form of it; ``cast_inputs`` casts floating inputs of a sharded module to the compute dtype."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return MixedPrecisionPolicy(
+            param_dtype=self.compute, reduce_dtype=self.reduce, cast_forward_inputs=cast_inputs and bool(self.compute)
+        )
+
+
+def dtypes_for(precision: str, *, bf16: bool) -> DTypes:
+    """The policy for a value of ``Trainer(precision=...)``.
+
+    Args:
+        precision: as Lightning spells it after normalisation, such as ``"32-true"``.
+        bf16: compute in bf16 where Lightning's default would compute in fp32.
+
+    Raises:
+        ValueError: fp16, fp64 and quantised precisions, naming the option and what to use.
+    """
+    mixed = DTypes(torch.float32, torch.bfloat16, torch.float32, "bf16-mixed")
+    if precision == "32-true" and bf16:
+        notice = (
+            "precision='32-true' computes in bf16 with fp32 master weights, gradients reduced in fp32, and fp32 optimizer "
+            "state under liger_fsdp; LigerFSDPStrategy(bf16=False) computes in fp32"
+        )
+        return DTypes(mixed.master, mixed.compute, mixed.reduce, mixed.name, notice)
+    if precision == "32-true":
+        return DTypes(None, None, torch.float32, precision)
+    if precision == "bf16-mixed":
+        return mixed
+    if precision == "bf16-true":
+        return DTypes(torch.bfloat16, None, torch.float32, precision)
+    raise ValueError(f"precision={precision!r} does not fit the liger_fsdp strategy, which scales no loss. {REMEDY}")
+
+
+def store_parameters(module: nn.Module, dtypes: DTypes) -> int:
+    """Cast trainable parameters to the master dtype; with ``bf16-true`` frozen ones too. Buffers keep theirs.
+
+    Frozen parameters need no master copy: they stay in the dtype that they were loaded in.
+
+    Returns:
+        how many parameters changed their dtype.
+    """
+    changed = 0
+    if dtypes.master is None:
+        return changed
+    for parameter in module.parameters():
+        if not parameter.is_floating_point() or parameter.dtype == dtypes.master:
+            continue
+        if parameter.requires_grad or dtypes.master == torch.bfloat16:
+            parameter.data = parameter.data.to(dtypes.master)
+            changed += 1
+    return changed
+
+
+class _Clipping:
+    """No autocast, no casts of the batch, and true global norms."""
+
+    def __init__(self, dtypes: DTypes) -> None:
+        super().__init__()
+        self.liger_dtypes = dtypes
+        self.precision = dtypes.name
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_grad_norm(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        clip_grad_value(self.main_params(optimizer), clip_val)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def precision_class(base: type) -> Any:
+    """Lightning's side of the policy; ``base`` is the ``Precision`` class of the Trainer's tree."""
+    return type("LigerPrecision", (_Clipping, base), {"__module__": __name__})

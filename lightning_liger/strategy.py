@@ -1,0 +1,260 @@
+"""``strategy="liger_fsdp"``: FSDP2 for LightningModules that know nothing of it.
+
+The hooks stand in the order in which a Trainer calls them; what they do is in :mod:`lightning_liger.parallel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.head.apply import lazy_heads
+from lightning_liger.parallel.audit import audit, check_managed
+from lightning_liger.parallel.blocks import find_blocks
+from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
+from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
+from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
+from lightning_liger.parallel.shard import Sharding, reshard, same_on_all_ranks, shard
+from lightning_liger.precision import DTypes, dtypes_for, precision_class, store_parameters
+from lightning_liger.trees import installed_trees
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
+else:
+    _Base = object
+
+_TREES = {"lightning.pytorch": "LigerFSDPStrategy", "pytorch_lightning": "LigerFSDPStrategyPL"}
+
+
+class _LigerFSDP(_Base):
+    """Shards any LightningModule over all ranks, with fp32 master weights and bf16 compute.
+
+    Blocks are found, the LightningModule itself is the root, and every rank trains on data of its own. Without a
+    :class:`lightning_liger.LigerCallback` in the Trainer, one with default settings joins it.
+
+    Args:
+        replicate_size: number of whole copies of the model; shards are spread over the ranks of one copy. ``"nodes"``
+            for one copy in each node.
+        bf16: compute in bf16 under ``precision="32-true"``, Lightning's default; False computes in fp32.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+        offload: keep parameters, gradients and optimizer state in host memory.
+        save_distributed_checkpoint: write one file per rank; False gathers everything into one file.
+        process_group_backend: ``"nccl"``, ``"gloo"``, or chosen by device.
+        timeout: how long a collective may wait for another rank.
+
+    Raises:
+        ValueError: an option that does not fit the job, or a precision that the policy excludes.
+    """
+
+    def __init__(
+        self,
+        replicate_size: int | str = 1,
+        bf16: bool = True,
+        reshard_after_forward: bool = True,
+        offload: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        if replicate_size != "nodes" and (not isinstance(replicate_size, int) or replicate_size < 1):
+            raise ValueError(f"replicate_size={replicate_size!r}: expected a positive integer or 'nodes'.")
+        self._bf16 = bf16
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._replicate_size = replicate_size
+        self._reshard_after_forward = reshard_after_forward
+        self._offload = offload
+        self._sharding = Sharding()
+        self._unsharded_gradients: UnshardedGradients | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} for a Trainer of {_tree_of(self)}; strategy='liger_fsdp' fits any Trainer>"
+
+    @property
+    def _root(self) -> Any:
+        return self.lightning_module
+
+    @property
+    def _device_kind(self) -> Any:
+        return self.accelerator
+
+    # -- when the Trainer is made ------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        plugin = self._precision_plugin
+        return plugin if plugin is not None else self._plugin_for(dtypes_for("32-true", bf16=self._bf16))
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # Lightning chooses its own plugin from Trainer(precision=...) after the strategy has been made
+        if plugin is None or hasattr(plugin, "liger_dtypes"):
+            self._precision_plugin = plugin
+        else:
+            self._precision_plugin = self._plugin_for(dtypes_for(str(plugin.precision), bf16=self._bf16))
+
+    def _plugin_for(self, dtypes: DTypes) -> Any:
+        base = importlib.import_module(f"{_tree_of(self)}.plugins.precision").Precision
+        return precision_class(base)(dtypes)
+
+    def set_world_ranks(self) -> None:
+        super().set_world_ranks()
+        check_sizes(self.num_processes * self.num_nodes, self._replicas)
+
+    @property
+    def _replicas(self) -> int:
+        return self.num_nodes if self._replicate_size == "nodes" else int(self._replicate_size)
+
+    def _configure_launcher(self) -> None:
+        # one process needs no second: notebooks and tests run it as it is
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
+    # -- when a run starts -------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        self._device_kind.setup_device(self.root_device)
+        self._setup_distributed()
+        if self._device_mesh is None:
+            self._device_mesh = build_mesh(self.world_size, self.root_device.type, self._replicas)
+        self._root._device_mesh = self._device_mesh
+        trainer = self._root.trainer
+        if self.world_size == 1:
+            # one rank has all of the data: it is read in the order that its author chose
+            trainer._accelerator_connector.use_distributed_sampler = False
+        liger_callback(trainer)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        replicas, rank = data_rank(self.device_mesh)
+        return {"num_replicas": replicas, "rank": rank}
+
+    def setup(self, trainer: Any) -> None:
+        """The module is complete, and accelerated by the callback; no optimizer has been made."""
+        self._device_kind.setup(trainer)
+        _no_inference_mode(trainer)
+        module: nn.Module = self._root
+        before = [(weakref.ref(p), name) for name, p in module.named_parameters()]
+        self._shard(module)
+        self.barrier()
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            self._finish_optimizers(before)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: nn.Module) -> None:
+        dtypes: DTypes = self.precision_plugin.liger_dtypes
+        device = self.root_device
+
+        def prepare(part: nn.Module) -> None:
+            store_parameters(part, dtypes)
+            same_on_all_ranks(part, device)
+
+        mesh = sharding_mesh(self.device_mesh)
+        self._sharding = shard(
+            module,
+            find_blocks(module, lazy_heads(module)),
+            mesh,
+            device,
+            root_policy=dtypes.policy(cast_inputs=False),
+            block_policy=dtypes.policy(cast_inputs=True),
+            prepare=prepare,
+            reshard_after_forward=self._reshard_after_forward,
+            offload=self._offload,
+        )
+        group = self.device_mesh["data_parallel"].get_group()
+        self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), group)
+        report = liger_callback(self._root.trainer).report
+        report.sharding = audit(module, self._sharding, mesh)
+        if dtypes.notice:
+            report.note(dtypes.notice)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        reshard(self._root)
+        super().setup_optimizers(trainer)
+
+    def _finish_optimizers(self, before: list[tuple[weakref.ref[nn.Parameter], str]]) -> None:
+        named = dict(self._root.named_parameters())
+        current = {id(p): named[name] for reference, name in before if (p := reference()) is not None and name in named}
+        replace_stale(self.optimizers, current)
+        for optimizer in self.optimizers:
+            use_fused(optimizer)
+            no_mixed_lists(optimizer)
+            # what is gathered when an optimizer steps holds the values of before
+            optimizer.register_step_post_hook(lambda *_: reshard(self._root))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        check_managed(self._root, self._sharding)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        reduce_after_backward(self._root, closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with no_gradient_sync(self._root, self._unsharded_gradients):
+            yield
+
+    def on_validation_end(self) -> None:
+        reshard(self._root)
+
+    def on_test_end(self) -> None:
+        reshard(self._root)
+
+    def on_predict_end(self) -> None:
+        reshard(self._root)
+
+
+def liger_callback(trainer: Any) -> Any:
+    """The Trainer's :class:`LigerCallback`; one with default settings joins it if there is none.
+
+    Kernels, head and padding removal come with the strategy; a callback of the user's has the say over them.
+    """
+    from lightning_liger.callback import LigerCallback
+
+    for callback in trainer.callbacks:
+        if isinstance(callback, LigerCallback):
+            return callback
+    trainer.callbacks.insert(0, LigerCallback())
+    return trainer.callbacks[0]
+
+
+def _no_inference_mode(trainer: Any) -> None:
+    """Parameters gathered under inference mode cannot be trained afterwards; ``no_grad`` saves as much memory."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.inference_mode = False
+
+
+def _tree_of(strategy: Any) -> str:
+    return str(type(strategy).tree)
+
+
+@functools.cache
+def strategy_class(tree: str) -> Any:
+    """The strategy for Trainers of ``tree``: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        ImportError: that package is not installed.
+    """
+    base = importlib.import_module(f"{tree}.strategies").ModelParallelStrategy
+    return type(_TREES[tree], (_LigerFSDP, base), {"tree": tree, "__module__": __name__, "__doc__": _LigerFSDP.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LigerFSDPStrategy":
+        return strategy_class(installed_trees()[0].__name__)
+    if name == "LigerFSDPStrategyPL":
+        return strategy_class("pytorch_lightning")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
