@@ -13,7 +13,8 @@ from lightning_liger.head.apply import LazyHead
 from lightning_liger.head.finding import find_heads
 from lightning_liger.kernels.apply import Kernels
 from lightning_liger.padding.attention import PackedAttention
-from lightning_liger.padding.backbones import attention_layers, find_backbones
+from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones
+from lightning_liger.padding.backends.choice import check_named
 from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
@@ -128,6 +129,7 @@ class Accelerated:
                 report.refuse(verdict.reason)
                 self._bind(backbone, CountedBackbone, report)
                 continue
+            check_named(self.settings.attention, verdict.asks | attention_dropout(backbone), type(backbone).__name__)
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
             self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict)

@@ -50,7 +50,7 @@ class LigerCallback(_Base):
         padding_free: Remove padding at the model's backbone.
         fused_head: Compute the LM head together with the loss.
         head: Path of the LM head inside the module, when it is not found by itself.
-        attention: ``"auto"``, ``"varlen"`` or ``"sdpa"``.
+        attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
         kernels: ``"auto"``, True, False, or single ops: ``{"rope": False}``.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.

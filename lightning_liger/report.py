@@ -52,12 +52,14 @@ class PaddingReport(Feature):
     positions: int = 0
     padding: int = 0
     tokens: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
     _pending: int = 0
 
     def restart(self) -> None:
         """Count from zero; what is on, and the reasons for what is off, stay."""
         self.calls = self.packed_calls = self.padded_runs = 0
         self.positions = self.padding = self.tokens = self._pending = 0
+        self.attention.clear()
 
     def seen(self, shape: tuple[int, int]) -> None:
         """A training or evaluation call with ``(B, S)`` positions."""
@@ -75,6 +77,10 @@ class PaddingReport(Feature):
         missing, self._pending = max(self._pending - tokens, 0), 0
         self.padding += missing
         self.tokens -= missing
+
+    def attended(self, backend: str) -> None:
+        """One attention layer of a packed call was computed by ``backend``."""
+        self.attention[backend] = self.attention.get(backend, 0) + 1
 
     def left_padded(self, reason: str) -> None:
         # a batch without padding leaves nothing undone, and what switched_off() said is not said again
@@ -100,6 +106,7 @@ class PaddingReport(Feature):
             "tokens": self.tokens,
             "positions": self.positions,
             "padding_fraction": self.fraction,
+            "attention": dict(self.attention),
         }
 
 
@@ -209,7 +216,8 @@ class Report:
         if not padding.packed_calls:
             return f"{share}; kept"
         some = "" if padding.packed_calls == padding.calls else f" in {padding.packed_calls} of {padding.calls} calls"
-        return f"{share}; removed{some}"
+        by = f"; attention: {', '.join(sorted(padding.attention))}" if padding.attention else ""
+        return f"{share}; removed{some}{by}"
 
     def _head_did(self) -> str:
         head = self.head

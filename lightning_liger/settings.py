@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_liger.kernels.options import check_choice
 
-_ATTENTION = ("auto", "varlen", "sdpa")
+_ATTENTION = ("auto", "fa4", "fa3", "fa2", "varlen", "flex", "sdpa")
 _HEAD_BACKENDS = ("auto", "torch", "triton", "liger")
 
 
@@ -24,8 +24,10 @@ class Settings:
             that the ``(B, S, V)`` logits are never stored. Any other use of the logits computes them as usual.
         head: Path of the LM head inside the module (``"model.lm_head"``) when it is not found by itself; an
             ``nn.Linear`` whose output rows are vocabulary entries.
-        attention: How packed documents attend. ``"varlen"``: ``torch.nn.attention.varlen`` (CUDA, fp16/bf16);
-            ``"sdpa"``: the model's own attention, once per document; ``"auto"``: the first that can do it.
+        attention: How packed documents attend. ``"fa4"``, ``"fa3"``, ``"fa2"``: the FlashAttention packages;
+            ``"varlen"``: the FlashAttention 2 inside of torch (these four: CUDA, fp16/bf16); ``"flex"``: compiled
+            FlexAttention (CUDA); ``"sdpa"``: the model's own attention, once per document; ``"auto"``: by device,
+            dtype, length of the documents and what the model's layers ask for. See docs/attention.md.
         head_backend: ``"torch"``: chunked PyTorch, any device; ``"triton"``: the same chunks with one kernel for
             softmax and gradient, CUDA; ``"liger"``: Liger's fused linear cross entropy, CUDA; ``"auto"`` picks by
             device.

@@ -11,33 +11,23 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_liger.padding.backends.choice import choose
+from lightning_liger.padding.backends.documents import by_model, by_torch, plain
+from lightning_liger.padding.backends.errors import PackingError
+from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import Rebound
+from lightning_liger.report import PaddingReport
 
 PACKED = "liger_packed"
 _INSIDE: ContextVar[bool] = ContextVar("lightning_liger_packed_call", default=False)
-
-# What attention functions of transformers understand about one call; anything else that is not None changes the result
-# in a way we do not know.
-_HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
-_HARMLESS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "return_dict", "num_items_in_batch"}
-_HARMLESS |= {"deterministic", "output_router_logits", "position_embeddings", "cache", "past_key_values", "token_type"}
-
-
-class PackingError(RuntimeError):
-    """A packed call reached code that would have ignored the document boundaries."""
-
-
-class BackendError(PackingError):
-    """The attention backend that the user chose cannot run this model."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +37,16 @@ class PackedCall:
     layout: Layout
     attn_implementation: str
     backend: str
+    report: PaddingReport
+    asks: set[str] = field(default_factory=set)
+
+    def attended(self, backend: str) -> None:
+        """A layer has used this backend."""
+        self.report.attended(backend)
+
+    def drop(self, reason: str) -> None:
+        """A backend was not used that could have been."""
+        self.report.refuse(reason)
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """The keywords that say so, as flash attention in transformers takes them, and this call itself."""
@@ -160,124 +160,70 @@ def attention_forward(
 
     Raises:
         PackingError: no boundaries, or an argument whose meaning is not known here.
+        BackendError: the backend asked for by name cannot run this layer.
     """
+    name = type(module).__name__
     if packed_call is None:
-        raise PackingError(f"{type(module).__name__} does not hand its keyword arguments to the attention function")
+        raise PackingError(f"{name} does not hand its keyword arguments to the attention function")
     if attention_mask is not None:
-        raise PackingError(f"{type(module).__name__} made an attention mask of its own for the packed batch")
-    total = packed_call.layout.tokens
-    if query.shape[0] != 1 or query.shape[2] != total or key.shape[2] != total:
-        raise PackingError(f"{type(module).__name__} attends over another length than the packed batch has")
-    if packed_call.attn_implementation.startswith("flash"):
-        original = _original_function(module, packed_call)
-        return original(module, query, key, value, None, **kwargs)
-    if can_use_varlen(module, query, value, packed_call.backend, kwargs):
-        return _varlen(module, query, key, value, packed_call.layout, kwargs), None
-    if packed_call.backend == "varlen":
-        raise BackendError(
-            f"attention='varlen' cannot run {type(module).__name__}: it needs CUDA, fp16 or bf16, a head size up to "
-            "256, and no dropout, soft-cap or sinks. Use attention='auto'."
-        )
-    return _per_document(module, query, key, value, packed_call, kwargs), None
-
-
-def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+        raise PackingError(f"{name} made an attention mask of its own for the packed batch")
+    layout = packed_call.layout
+    if query.shape[0] != 1 or query.shape[2] != layout.tokens or key.shape[2] != layout.tokens:
+        raise PackingError(f"{name} attends over another length than the packed batch has")
+    asked = packed_call.backend
+    if asked == "auto" and packed_call.attn_implementation.startswith("flash"):
+        packed_call.attended(f"{packed_call.attn_implementation}, as the model was loaded")
+        return _original_function(module, packed_call)(module, query, key, value, None, **kwargs)
+    query, key, value = _autocast(query, key, value)
     given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    causal = bool(getattr(module, "is_causal", True) if given is None else given)
+    features = Features.of(query, key, value, causal, kwargs).within(max(layout.lengths))
+    packed_call.asks.update(features.asked())
+    backend = choose(asked, features, layout, query.device, packed_call.drop)
+    packed_call.attended(backend.name)
+    if backend.run is not None:
+        return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None], None
+    return _per_document(module, query, key, value, packed_call, features, kwargs)[None], None
 
 
-def can_use_varlen(module: nn.Module, query: Tensor, value: Tensor, backend: str, kwargs: dict[str, Any]) -> bool:
-    """Whether ``torch.nn.attention.varlen`` computes this layer's attention."""
-    if backend == "sdpa" or query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
-        return False
-    allowed = _HARMLESS | {"dropout", "scaling", "is_causal", "sliding_window"}
-    return not kwargs.get("dropout") and all(v is None or k in allowed for k, v in kwargs.items())
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of the inputs of ``F.scaled_dot_product_attention``, which our kernels are called instead of."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) if t.dtype == torch.float32 else t for t in tensors)
 
 
-def _varlen(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout: Layout, kwargs: dict[str, Any]
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    cu = layout.on(query.device).cu_seqlens
-    longest = max(layout.lengths)
-    causal = _is_causal(module, kwargs)
-    window = kwargs.get("sliding_window")
-    # transformers' window counts the token itself, flash windows do not
-    left = -1 if window is None or window > longest else int(window) - 1
-    right = 0 if causal else left
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
-    extra: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        extra["enable_gqa"] = True
-    out = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=kwargs.get("scaling"), window_size=(left, right), **extra
-    )
-    assert isinstance(out, Tensor)  # a tuple only with return_aux
-    return out[None]
-
-
-def _original_function(module: nn.Module, call: PackedCall) -> Callable[..., Any]:
+def _original_function(module: nn.Module, call: PackedCall, implementation: str | None = None) -> Callable[..., Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if call.attn_implementation != "eager":
-        return ALL_ATTENTION_FUNCTIONS[call.attn_implementation]
+    implementation = implementation or call.attn_implementation
+    if implementation != "eager":
+        return ALL_ATTENTION_FUNCTIONS[implementation]
     for method in _own_functions(module):
         if (function := method.__globals__.get("eager_attention_forward")) is not None:
             return function
     raise PackingError(f"{type(module).__name__} has no eager attention function to run per document")
 
 
-def _document_mask(length: int, causal: bool, window: int | None, like: Tensor, additive: bool) -> Tensor | None:
-    """``(1, 1, L, L)`` mask for one document, or None where ``is_causal`` says it all."""
-    windowed = window is not None and window < length
-    if not additive and not windowed:
-        return None
-    i = torch.arange(length, device=like.device)
-    distance = i[:, None] - i[None, :]
-    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if windowed:
-        assert window is not None
-        # as flash attention counts it: a window of w reaches w - 1 tokens, on either side where it is not causal
-        allowed &= distance.abs() < window
-    if not additive:
-        return allowed[None, None]
-    zero = torch.zeros((), dtype=like.dtype, device=like.device)
-    return torch.where(allowed, zero, torch.finfo(like.dtype).min)[None, None]
-
-
 def _per_document(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: PackedCall, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: PackedCall,
+    features: Features,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """The model's own attention function, once per document: honours whatever that function honours."""
-    lengths = list(call.layout.lengths)
-    causal = _is_causal(module, kwargs)
-    window = kwargs.get("sliding_window")
-    splits = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-    if call.attn_implementation == "sdpa" and {k for k, v in kwargs.items() if v is not None} <= (
-        _HARMLESS | {"dropout", "scaling", "is_causal", "sliding_window"}
-    ):
-        gqa = query.shape[1] != key.shape[1]
-        parts = [
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=(mask := _document_mask(q.shape[2], causal, window, q, additive=False)),
-                dropout_p=kwargs.get("dropout") or 0.0,
-                is_causal=causal and mask is None and q.shape[2] > 1,
-                scale=kwargs.get("scaling"),
-                enable_gqa=gqa,
-            ).transpose(1, 2)
-            for q, k, v in splits
-        ]
-        return torch.cat(parts, 1)
-    original = _original_function(module, call)
-    eager = call.attn_implementation == "eager"
-    parts = []
-    for q, k, v in splits:
-        mask = _document_mask(q.shape[2], causal, window, q, additive=eager)
-        parts.append(original(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(parts, 1)
+    implementation = call.attn_implementation
+    if implementation != "eager" and plain(features):
+        return by_torch(query, key, value, call.layout, features)
+    if implementation not in ("eager", "sdpa"):
+        implementation = "eager"  # flex and flash functions read their documents from masks and not from these
+    original = _original_function(module, call, implementation)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return original(module, q, k, v, mask, **kwargs)[0]
+
+    return by_model(function, query, key, value, call.layout, features, additive=implementation == "eager")

@@ -47,6 +47,13 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
     return [m for m in backbone.modules() if uses_attention_interface(m)]
 
 
+def attention_dropout(backbone: Any) -> frozenset[str]:
+    """What the configuration asks of attention in training, in the words of ``Features.asked``."""
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    given = (getattr(backbone.config, name, None) for name in names)
+    return frozenset({"attention dropout"} if any(isinstance(p, float) and p > 0 for p in given) else ())
+
+
 def _has_layers(model: nn.Module) -> bool:
     return _takes_tokens(model) and any(isinstance(m, nn.ModuleList) for m in model.modules())
 

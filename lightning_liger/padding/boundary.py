@@ -17,14 +17,10 @@ from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows
 from lightning_liger.mirrored import ordinary
-from lightning_liger.padding.attention import (
-    BackendError,
-    PackedCall,
-    PackingError,
-    inside_packed_call,
-    packed_attention,
-)
+from lightning_liger.padding.attention import PackedCall, inside_packed_call, packed_attention
+from lightning_liger.padding.backends.errors import BackendError, PackingError
 from lightning_liger.padding.counting import count_call
+from lightning_liger.padding.first_batch import FirstBatch
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
 from lightning_liger.padding.plain import PlainRun, deferred_cache
 from lightning_liger.padding.sources import Unsuitable, find_layout
@@ -66,6 +62,8 @@ class PackedBackbone(Rebound):
         self.backend = backend
         self.verdict = verdict
         self.off: dict[bool, str] = {}
+        self.asks: set[str] = set()
+        self._first_batch = FirstBatch(self)
         parameters = inspect.signature(type(module).forward).parameters
         self._names = tuple(parameters)[1:]
         self._variadic = tuple(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)
@@ -85,7 +83,13 @@ class PackedBackbone(Rebound):
             return self._as_it_is(args, kwargs)
         args, kwargs, call = ordinary((args, kwargs, call))
         try:
-            output = self._run(call, layout, PlainRun(self, args, self._by_name(call, kwargs), layout))
+            if self._is_inferred(call, layout) and (
+                difference := self._first_batch.disagrees(args, kwargs, call, layout)
+            ):
+                for training in (True, False):
+                    self.leave_padded(difference, training=training)
+                return self._as_it_is(args, kwargs)
+            output = self.run(call, layout, PlainRun(self, args, self._by_name(call, kwargs), layout))
         except BackendError:
             raise  # the user's choice of backend cannot do this
         except PackingError as reason:
@@ -177,9 +181,13 @@ class PackedBackbone(Rebound):
         offset = 0 if self.verdict.positions == "restart" else int(self.module.config.pad_token_id) + 1
         return (placed.restart + offset)[None]
 
+    def _is_inferred(self, call: dict[str, Any], layout: Layout) -> bool:
+        """Whether only the tokens say which of them are padding."""
+        return layout.has_padding and call.get("attention_mask") is None
+
     # -- the packed run and the way out --------------------------------------------------------------------------
 
-    def _run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
+    def run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
         tokens = _first(call, "input_ids", "inputs_embeds")
         placed = layout.on(tokens.device)
         # labels that the backbone does not name have only come along with the other keywords
@@ -188,7 +196,7 @@ class PackedBackbone(Rebound):
             if packed.get(name) is not None:
                 packed[name] = packed[name].flatten(0, 1)[placed.gather][None]
         config = self.module.config
-        packed_call = PackedCall(layout, config._attn_implementation or "eager", self.backend)
+        packed_call = PackedCall(layout, config._attn_implementation or "eager", self.backend, self.report, self.asks)
         positions: Any = self._positions(call, layout, tokens.device)
         positions.packed_call = packed_call
         packed.update(packed_call.arguments(tokens.device), position_ids=positions)

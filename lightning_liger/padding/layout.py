@@ -34,6 +34,7 @@ class Layout:
         gather: ``(T,)`` int64, CPU: position of each real token in the flattened ``B * S`` batch.
         index: ``(B, S)`` int64, CPU: packed row of each position, -1 where it is padding.
         restart: ``(T,)`` int64, CPU: position of each token counted from the first real token of its row.
+        derived: what others have computed from this layout and want to find again, under keys of their own.
     """
 
     shape: tuple[int, int]
@@ -41,6 +42,7 @@ class Layout:
     gather: Tensor
     index: Tensor
     restart: Tensor
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     _placed: dict[torch.device, Placed] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_liger.padding.attention import PackingError
+from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import bypass
 

@@ -1,27 +1,30 @@
 """Does this architecture give the same result without padding? Asked of a tiny model of the same kind, not of a list.
 
 A small, randomly initialised instance of the backbone's own class is run padded and packed, in double precision, with
-padding on the right and on the left. Whatever would make a difference (state that runs on from document to document,
-position biases, masks of the model's own, keyword arguments that get lost on the way to attention) shows as one.
+padding on the right and on the left; packed with one document changed, which no other may notice; and each document
+alone. Whatever would make a difference (state that runs on from document to document, position biases, masks of the
+model's own, keyword arguments that get lost on the way to attention) shows as one.
+
+It takes about a tenth of a second, so that verdicts are kept for the process and not on disk.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows
+from lightning_liger.padding.apart import apart
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_layers
+from lightning_liger.padding.backends.features import OTHER_VALUES
 from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.layout import LayoutBook, NotPackable
 from lightning_liger.padding.tiny import tiny_config
@@ -32,6 +35,8 @@ from lightning_liger.report import PaddingReport
 # In double precision a clean model differs by rounding of its fp32 parts; the smallest real leak seen among the
 # architectures of transformers is 4.5e-4.
 _TOLERANCE = {torch.float64: 2e-5, torch.float32: 1e-4}
+# What one document may move another by: nothing, but for the order in which experts sum their tokens in fp32.
+_LEAK = 1e-6
 _LENGTHS = (5, 19, 13)
 
 _VERDICTS: dict[str, Verdict] = {}
@@ -46,52 +51,9 @@ def packing_verdict(backbone: Any) -> Verdict:
     except (TypeError, AttributeError, ValueError):
         key = f"{type(backbone)} {id(config)}"
     if key not in _VERDICTS:
-        with _apart():
+        with apart():
             _VERDICTS[key] = _ask(backbone)
     return _VERDICTS[key]
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """As if nobody had asked: no random number drawn, nothing logged, and no mode of the caller's in the way."""
-    chatty = logging.getLogger("transformers")
-    level, dtype = chatty.level, torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(warnings.catch_warnings())
-        stack.enter_context(torch.device("cpu"))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        # loaders put ``Parameter`` registration and ``torch.nn.init`` under their own spell; the tiny model needs both
-        stack.enter_context(_plain_construction())
-        warnings.simplefilter("ignore")
-        chatty.setLevel(logging.CRITICAL + 1)
-        torch.set_default_dtype(torch.float32)
-        try:
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU, too
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            chatty.setLevel(level)
-
-
-@contextmanager
-def _plain_construction() -> Iterator[None]:
-    """``nn.Module.register_parameter`` as torch defines it, where ``accelerate.init_empty_weights`` has replaced it."""
-    found = torch.nn.Module.register_parameter
-    if found.__module__ != "torch.nn.modules.module":
-        original = next((c.cell_contents for c in found.__closure__ or () if _is_torch_original(c.cell_contents)), None)
-        if original is not None:
-            torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = found  # type: ignore[method-assign]
-
-
-def _is_torch_original(value: Any) -> bool:
-    return getattr(value, "__qualname__", "") == "Module.register_parameter" and (
-        getattr(value, "__module__", "") == "torch.nn.modules.module"
-    )
 
 
 def _ask(backbone: Any) -> Verdict:
@@ -121,8 +83,16 @@ def _ask(backbone: Any) -> Verdict:
             problem = problem or _short(error)
             continue
         if difference <= _TOLERANCE[tiny.dtype]:
+            asks: set[str] = set()
+            leak, beside = _separate(tiny, positions, asks)
+            if not leak <= _LEAK:
+                return Verdict(None, f"{name} lets documents see each other (one moves another by {leak:.1e})")
+            if not beside <= _TOLERANCE[tiny.dtype]:
+                return Verdict(None, f"{name} gives a document another result beside others (difference {beside:.1e})")
             cache, problem = _cache(tiny)
-            return Verdict(positions, causal=_is_causal(tiny, plain[False]), cache=cache, cache_problem=problem)
+            return Verdict(
+                positions, "", _is_causal(tiny, plain[False]), cache, problem, frozenset(asks - {OTHER_VALUES})
+            )
         best = min(best, difference)
     if best < float("inf"):
         return Verdict(None, f"{name} gives another result without padding (difference {best:.1e})")
@@ -220,23 +190,67 @@ def _plain(tiny: Any, left: bool) -> dict[str, Tensor]:
 def _difference(tiny: Any, positions: str, left: bool, plain: dict[str, Tensor]) -> float:
     """Largest difference at real tokens between the padded and the packed run, relative to the largest value."""
     ids, mask = _batch(tiny, left)
-    report = PaddingReport("probe")
-    switch = Switch(True)
-    bound = [PackedAttention(layer, switch) for layer in attention_layers(tiny)]
-    backbone = PackedBackbone(tiny, switch, LayoutBook(), report, "auto", Verdict(positions))
-    for binding in (*bound, backbone):
-        binding.bind()
-    try:
-        with torch.no_grad():
-            packed = _tensors(tiny(input_ids=ids, attention_mask=mask))
-    finally:
-        for binding in (backbone, *bound):
-            binding.unbind()
-    if not report.packed_calls:
-        raise NotPackable(next(iter(backbone.off.values()), report.off[0] if report.off else "not packed"))
+    with _packed(tiny, positions) as run:
+        packed = run(ids, mask)
     if plain.keys() != packed.keys():
         raise RuntimeError(f"the output has other parts: {sorted(plain.keys() ^ packed.keys())}")
     return _worst(plain, packed, mask.bool())
+
+
+@contextmanager
+def _packed(tiny: Any, positions: str, asks: set[str] | None = None) -> Iterator[Callable[[Tensor, Tensor], Any]]:
+    """A function that runs ``tiny`` without padding; ``asks`` is given what its attention layers asked for.
+
+    The function raises NotPackable if the run kept its padding after all.
+    """
+    report = PaddingReport("probe")
+    switch = Switch(True)
+    backbone = PackedBackbone(tiny, switch, LayoutBook(), report, "auto", Verdict(positions))
+    bound = [*(PackedAttention(layer, switch) for layer in attention_layers(tiny)), backbone]
+
+    def run(ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        before = report.packed_calls
+        with torch.no_grad():
+            found = _tensors(tiny(input_ids=ids, attention_mask=mask))
+        if report.packed_calls == before:
+            raise NotPackable(next(iter(backbone.off.values()), report.off[0] if report.off else "not packed"))
+        return found
+
+    for binding in bound:
+        binding.bind()
+    try:
+        yield run
+    finally:
+        for binding in reversed(bound):
+            binding.unbind()
+    if asks is not None:
+        asks.update(backbone.asks)
+
+
+def _separate(tiny: Any, positions: str, asks: set[str]) -> tuple[float, float]:
+    """How much other documents move when one is changed, and how far they are from padded runs of their own."""
+    ids, mask = _batch(tiny, left=False)
+    vocab = tiny.get_input_embeddings().num_embeddings
+    changed = ids.clone()
+    changed[1, : _LENGTHS[1]] = (ids[1, : _LENGTHS[1]] + 7) % vocab
+    with _packed(tiny, positions, asks) as run:
+        before, after = run(ids, mask), run(changed, mask)
+    others = mask.bool()
+    others[1] = False
+    leak = _worst(_rows(before, others), _rows(after, others), others)
+    beside = 0.0
+    for row in range(len(_LENGTHS)):
+        one = slice(row, row + 1)  # padded as before: positions may be scaled by the padded length
+        with torch.no_grad():
+            alone = _rows(_tensors(tiny(input_ids=ids[one], attention_mask=mask[one])), mask[one])
+        own = {name: value[one] for name, value in _rows(before, mask).items()}
+        beside = max(beside, _worst(own, alone, mask[one].bool()))
+    return leak, beside
+
+
+def _rows(values: dict[str, Tensor], real: Tensor) -> dict[str, Tensor]:
+    """Those that have a value for every token."""
+    return {name: value for name, value in values.items() if value.shape[:2] == real.shape}
 
 
 def _worst(plain: dict[str, Tensor], other: dict[str, Tensor], real: Tensor) -> float:

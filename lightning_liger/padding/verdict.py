@@ -18,6 +18,7 @@ class Verdict:
         causal: real tokens are not changed by what follows them, mask or no mask.
         cache: name in the output and class of the KV cache that a call with ``use_cache`` returns.
         cache_problem: why that could not be found out; then calls with ``use_cache`` run padded.
+        asks: what attention layers need beyond plain attention, as ``Features.asked`` says it.
     """
 
     positions: str | None
@@ -25,3 +26,4 @@ class Verdict:
     causal: bool = False
     cache: tuple[str, type] | None = None
     cache_problem: str = ""
+    asks: frozenset[str] = frozenset()
