@@ -21,7 +21,11 @@ from lightning_liger import LigerCallback, accelerate
         ({"xyz": 1}, TypeError, r"'xyz'\. Valid options: padding_free"),
         ({"padding_free": "yes"}, ValueError, r"padding_free='yes': expected True or False"),
         ({"fused_head": 1}, ValueError, r"fused_head=1: expected True or False"),
-        ({"attention": "flash"}, ValueError, r"attention='flash': expected one of 'auto', 'varlen', 'sdpa'"),
+        (
+            {"attention": "flash"},
+            ValueError,
+            r"attention='flash': expected one of 'auto', 'fa4', 'fa3', 'fa2', 'varlen', 'flex', 'sdpa'",
+        ),
         ({"head_backend": None}, ValueError, r"head_backend=None: expected one of 'auto', 'torch', "),
         ({"head": ""}, ValueError, r"head='': expected the path of an nn.Linear"),
         ({"head": "lm_head", "fused_head": False}, ValueError, r"head=.*fused_head=False. Drop one"),
