@@ -34,7 +34,7 @@ def settle_pending() -> int:
 
     Call it before an optimizer's step. Usually nothing is held any more by then.
     """
-    from lightning_liger.padding.attention import PackingError
+    from lightning_liger.padding.backends.errors import PackingError
 
     held = list(_PENDING)
     _PENDING.clear()

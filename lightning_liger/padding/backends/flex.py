@@ -100,7 +100,8 @@ def _runner(device: str) -> Callable[..., Any]:
     """Compiled on CUDA: once for each kind of layer and the first size, once more for all other sizes."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+    run: Any = flex_attention
+    return torch.compile(run) if device == "cuda" else run
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, sinks: Tensor | None) -> Tensor:
