@@ -19,6 +19,7 @@ import torch.nn as nn
 from lightning_liger.head.apply import lazy_heads
 from lightning_liger.parallel.audit import audit, check_managed
 from lightning_liger.parallel.blocks import find_blocks
+from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
 from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
 from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
@@ -34,7 +35,7 @@ else:
 _TREES = {"lightning.pytorch": "LigerFSDPStrategy", "pytorch_lightning": "LigerFSDPStrategyPL"}
 
 
-class _LigerFSDP(_Base):
+class _LigerFSDP(Checkpointing, _Base):
     """Shards any LightningModule over all ranks, with fp32 master weights and bf16 compute.
 
     Blocks are found, the LightningModule itself is the root, and every rank trains on data of its own. Without a
@@ -46,7 +47,10 @@ class _LigerFSDP(_Base):
         bf16: compute in bf16 under ``precision="32-true"``, Lightning's default; False computes in fp32.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
         offload: keep parameters, gradients and optimizer state in host memory.
-        save_distributed_checkpoint: write one file per rank; False gathers everything into one file.
+        state_dict_type: ``"full"`` saves an ordinary checkpoint file, which loads without this package; rank 0 needs
+            host memory for all of it. ``"sharded"`` saves a directory that every rank writes its part of.
+        async_save: write checkpoints while training goes on.
+        exclude_frozen_parameters: leave parameters that do not train, such as the base of adapters, out of checkpoints.
         process_group_backend: ``"nccl"``, ``"gloo"``, or chosen by device.
         timeout: how long a collective may wait for another rank.
 
@@ -60,7 +64,9 @@ class _LigerFSDP(_Base):
         bf16: bool = True,
         reshard_after_forward: bool = True,
         offload: bool = False,
-        save_distributed_checkpoint: bool = True,
+        state_dict_type: str = "full",
+        async_save: bool = False,
+        exclude_frozen_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
@@ -68,10 +74,11 @@ class _LigerFSDP(_Base):
             raise ValueError(f"replicate_size={replicate_size!r}: expected a positive integer or 'nodes'.")
         self._bf16 = bf16
         super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
+            save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
         self._replicate_size = replicate_size
         self._reshard_after_forward = reshard_after_forward
         self._offload = offload
@@ -133,6 +140,7 @@ class _LigerFSDP(_Base):
         if self.world_size == 1:
             # one rank has all of the data: it is read in the order that its author chose
             trainer._accelerator_connector.use_distributed_sampler = False
+        self.check_checkpointing(trainer)
         liger_callback(trainer)
 
     @property
@@ -147,6 +155,7 @@ class _LigerFSDP(_Base):
         module: nn.Module = self._root
         before = [(weakref.ref(p), name) for name, p in module.named_parameters()]
         self._shard(module)
+        self.prepare_checkpointing(trainer, module)
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)

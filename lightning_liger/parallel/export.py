@@ -1,0 +1,165 @@
+"""Hugging Face checkpoints from a module that trains, or from a Lightning checkpoint on disk.
+
+``python -m lightning_liger.parallel.export CHECKPOINT OUT``
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_liger.parallel import files, huggingface, sharded, single
+from lightning_liger.parallel.checkpoint import module_state
+from lightning_liger.parallel.pieces import gather, plain_name
+from lightning_liger.parallel.together import is_first, together
+
+
+def save_hf(
+    module: nn.Module,
+    out: str | Path,
+    model: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    tokenizer: Any = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write a Hugging Face model that is inside of ``module``, sharded or not. Every rank calls it.
+
+    Weights are gathered one at a time to the host memory of rank 0, in ``dtype``; other ranks keep nothing.
+
+    Args:
+        module: A LightningModule, or any module.
+        out: Directory for ``from_pretrained``. A PEFT model writes its adapters alone.
+        model: Path of the model inside ``module``, when several train.
+        dtype: Of the floating-point weights in the file, ``torch.bfloat16`` or ``"bfloat16"``; as trained if left out.
+        tokenizer: Saved beside; the module's own if it has one.
+        max_shard_size: Of one file of weights.
+
+    Raises:
+        ValueError: there is no model, or several and ``model`` does not say which.
+        RuntimeError: on every rank, when writing failed.
+    """
+    models = huggingface.find_models(module)
+    trains = {p: any(q.requires_grad for q in m.parameters()) for p, m in models.items()}
+    path = huggingface.choose(models, model, trains)
+    chosen = models[path]
+    prefix = f"{path}." if path else ""
+    # taken through the module, so that gathered groups are resharded first
+    state = {k.removeprefix(prefix): v for k, v in _plainly(module_state(module)).items() if k.startswith(prefix)}
+    wanted = set(huggingface.needed_names(chosen, state))
+    cast = _dtype(dtype)
+    whole: dict[str, Tensor] = {}
+    made: dict[int, Tensor | None] = {}
+    for name in [n for n in state if n in wanted]:
+        value = state[name]
+        if id(value) not in made:
+            made[id(value)] = _whole(value, cast)
+        ready = made[id(value)]
+        if ready is not None:
+            whole[name] = ready
+    kept = tokenizer if tokenizer is not None else huggingface.find_tokenizer(module)
+    act = lambda: huggingface.write(chosen, whole, Path(out), kept, max_shard_size)  # noqa: E731
+    together(act if is_first() else None, f"Exporting to {out}")
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    model: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    tokenizer: Any = None,
+    module: nn.Module | None = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write a Hugging Face model from a Lightning checkpoint, in one process.
+
+    Args:
+        checkpoint: A file or a sharded directory. Tensors stay in the file until they are written.
+        out, model, dtype, tokenizer, max_shard_size: As in :func:`save_hf`.
+        module: The LightningModule, for checkpoints that this package did not save and models with code of their own.
+
+    Raises:
+        ValueError: the checkpoint does not describe its model, and there is no ``module``.
+    """
+    source = files.existing(Path(checkpoint))
+    weights = lambda at: not str(at[0]).startswith(("optimizer_", "pieces"))  # noqa: E731
+    if source.is_dir():
+        loaded = sharded.read(source, {}, weights, weights_only=False, alone=True)
+    else:
+        loaded = single.read(source, weights_only=False)
+    descriptions = loaded.get(huggingface.KEY, {}) if module is None else huggingface.describe(module)
+    if not descriptions:
+        raise ValueError(
+            f"{source} does not say which Hugging Face model it is of: it was saved without liger_fsdp. Give the module"
+            " that it belongs to: --module package.module:LightningModuleClass."
+        )
+    path = huggingface.choose(descriptions, model, {p: d["trains"] for p, d in descriptions.items()})
+    chosen = huggingface.find_models(module)[path] if module is not None else huggingface.rebuild(descriptions[path])
+    prefix = f"{path}." if path else ""
+    cast = _dtype(dtype)
+    state = {k.removeprefix(prefix): v for k, v in _plainly(loaded["state_dict"]).items() if k.startswith(prefix)}
+    wanted = set(huggingface.needed_names(chosen, state))
+    ready = {k: _cast(v, cast) for k, v in state.items() if k in wanted}
+    huggingface.write(chosen, ready, Path(out), tokenizer, max_shard_size)
+
+
+def _plainly(state: dict[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    if isinstance(value, DTensor):
+        # cast before it travels: half the bytes for bf16
+        return gather(_cast(value.detach(), dtype), keep=is_first())  # type: ignore[arg-type]
+    return _cast(value.detach(), dtype).cpu() if is_first() else None
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    if given is None or isinstance(given, torch.dtype):
+        return given
+    found = getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={given!r}: expected a name such as 'bfloat16', 'float16' or 'float32'.")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of :func:`export_checkpoint`."""
+    parser = argparse.ArgumentParser(description="Write a Hugging Face model from a Lightning checkpoint.")
+    parser.add_argument("checkpoint", help="file or sharded directory")
+    parser.add_argument("out", help="directory for from_pretrained")
+    parser.add_argument("--model", help="path of the model inside of the LightningModule, if there are several")
+    parser.add_argument("--dtype", help="bfloat16, float16 or float32; as trained if left out")
+    parser.add_argument("--tokenizer", help="name or directory of a tokenizer to save beside")
+    parser.add_argument(
+        "--module", help="package.module:LightningModuleClass, for checkpoints saved without liger_fsdp"
+    )
+    given = parser.parse_args(arguments)
+    tokenizer = None
+    if given.tokenizer:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
+    module = _load_module(given.module, given.checkpoint) if given.module else None
+    export_checkpoint(given.checkpoint, given.out, given.model, given.dtype, tokenizer, module)
+
+
+def _load_module(name: str, checkpoint: str) -> nn.Module:
+    package, _, kind = name.partition(":")
+    loaded: nn.Module = getattr(importlib.import_module(package), kind).load_from_checkpoint(
+        checkpoint, map_location="cpu", weights_only=False
+    )
+    return loaded
+
+
+if __name__ == "__main__":
+    main()
