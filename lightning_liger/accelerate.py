@@ -18,6 +18,8 @@ from lightning_liger.padding.backends.choice import check_named
 from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
+from lightning_liger.padding.plain_decoder.decoder import PackedBlock, PackedDecoder, PackedEmbedding, PackedHead
+from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
 from lightning_liger.padding.probe import Verdict, packing_verdict
 from lightning_liger.patching import BypassedGenerate, Rebound, Switch, inside_compiled, live_binding
 from lightning_liger.report import Report
@@ -85,6 +87,7 @@ class Accelerated:
             self._keep(binding)
         compiled = inside_compiled(module)
         self._remove_padding(module, compiled)
+        decoders = self._remove_padding_of_decoders(module, compiled)
         # what a backbone hands to its layers are ordinary tensors; any other compiled code would see ours
         inside = {m for b in self._backbones if b not in compiled for m in b.modules()}
         self.book.follow = compiled <= inside
@@ -92,6 +95,8 @@ class Accelerated:
             self._fuse_heads(module, compiled)
         else:
             self.report.head.refuse("switched off (fused_head=False)")
+        for head in {h for d in decoders for h in d.module.modules() if h in self._heads}:
+            self._bind(head, PackedHead)
         for model in module.modules():
             if callable(getattr(type(model), "generate", None)) and hasattr(
                 type(model), "prepare_inputs_for_generation"
@@ -135,6 +140,27 @@ class Accelerated:
             self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict)
             report.applied += 1
             report.name(type(backbone).__name__)
+
+    def _remove_padding_of_decoders(self, module: nn.Module, compiled: set[nn.Module]) -> list[Decoder]:
+        report = self.report.padding
+        packed = []
+        for decoder in find_decoders(module) if self.settings.padding_free else ():
+            model, name = decoder.module, type(decoder.module).__name__
+            is_new = model not in self._backbones
+            self._backbones.add(model)
+            report.found += is_new
+            if not compiled.isdisjoint(model.modules()):
+                report.refuse(f"{name} {_COMPILED}" if model in compiled else f"{name}: its layers are compiled")
+                continue
+            packed.append(decoder)
+            for table in decoder.embeddings:
+                self._bind(table, PackedEmbedding)
+            for block in decoder.blocks:
+                self._bind(block, PackedBlock)
+            if self._bind(model, PackedDecoder, self.book, self.report, self.settings.attention):
+                report.applied += 1
+                report.name(name)
+        return packed
 
     def _fuse_heads(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.head

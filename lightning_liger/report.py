@@ -6,6 +6,8 @@ import io
 import shutil
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +198,17 @@ class Report:
         self.padding.restart()
         self.head.restart()
         self.kernels.restart()
+
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Whatever is counted inside this context is not."""
+        parts: list[Any] = [self.padding, self.head, *self.kernels.ops.values()]
+        before = [{k: v.copy() if isinstance(v, (list, dict)) else v for k, v in vars(p).items()} for p in parts]
+        try:
+            yield
+        finally:
+            for part, values in zip(parts, before, strict=True):
+                vars(part).update(values)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """``(feature, applied to, what it did)`` for the table."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,27 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import bypass
+from lightning_liger.report import PaddingReport
 
-if TYPE_CHECKING:
-    from lightning_liger.padding.boundary import PackedBackbone
+
+class Packed(Protocol):
+    """What runs without its padding: a backbone or a decoder."""
+
+    module: Any
+    report: PaddingReport
+
+    @property
+    def original(self) -> Callable[..., Any]: ...
+
+    def is_sharded(self) -> bool: ...
+
+    def leave_padded(self, reason: str, *, training: bool) -> None: ...
 
 
 class PlainRun:
     """The padded run of one packed call: the ``PlainSource`` of its lazy hidden states."""
 
-    def __init__(self, backbone: PackedBackbone, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
+    def __init__(self, backbone: Packed, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> None:
         self.backbone = backbone
         # ids and masks are small and often written to afterwards; embeddings are large, and part of a graph
         self._args, self._kwargs = tree_map_only(Tensor, _kept, (args, kwargs))

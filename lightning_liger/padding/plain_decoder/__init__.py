@@ -1,0 +1,1 @@
+"""Padding removal in decoders written in plain PyTorch."""

@@ -1,0 +1,236 @@
+"""Padding is removed where a decoder embeds its tokens, and put back where they leave it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils._pytree import tree_any, tree_map_only
+
+from lightning_liger.head.lazy import LazyRows
+from lightning_liger.mirrored import ordinary
+from lightning_liger.padding.backends.errors import BackendError, PackingError
+from lightning_liger.padding.boundary import _in_pieces
+from lightning_liger.padding.counting import count_call
+from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
+from lightning_liger.padding.plain_decoder.layouts import propose_layout, token_ids
+from lightning_liger.padding.plain_decoder.padded_run import Attribute, DecoderRun
+from lightning_liger.padding.plain_decoder.proof import disagreement
+from lightning_liger.padding.plain_decoder.ragged import (
+    RaggedTensor,
+    Unpackable,
+    gather,
+    inside_block,
+    is_outside_blocks,
+    rows_of,
+    wrap,
+)
+from lightning_liger.padding.sources import Unsuitable
+from lightning_liger.patching import Rebound, Switch
+from lightning_liger.report import NO_PADDING, Report
+
+# The call of a decoder that is running.
+_RUN: ContextVar[DecoderRun | None] = ContextVar("lightning_liger_decoder_run", default=None)
+
+
+class PackedDecoder(Rebound):
+    """``forward`` of one decoder, without its padding.
+
+    The first call that could be packed is made twice more, without gradients and dropout: padded and packed must agree
+    at every real token.
+
+    Args:
+        module: takes token ids ``(B, S)`` and embeds them.
+        switch: shared on/off flag.
+        book: where layouts of the batch in flight are kept.
+        report: its counters and reasons of padding removal are filled here.
+        backend: ``attention`` option.
+    """
+
+    def __init__(self, module: nn.Module, switch: Switch, book: LayoutBook, report: Report, backend: str) -> None:
+        super().__init__(module, switch)
+        self.book = book
+        self.whole_report = report
+        self.report = report.padding
+        self.backend = backend
+        self.off: dict[bool, str] = {}
+        self.proven: set[tuple[bool, bool]] = set()
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
+        self._sharded: bool | None = None
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _RUN.get() is not None:
+            return self.original(*args, **kwargs)
+        extra = (f"argument {i}" for i in range(len(args)))
+        call = {**dict(zip((*self._names, *extra), args, strict=False)), **kwargs}
+        ids = token_ids(call)
+        if ids is None or ids.numel() == 0:
+            return self.original(*args, **kwargs)
+        training = torch.is_grad_enabled()
+        count_call(self.report, {**call, "input_ids": ids})
+        if training in self.off:
+            return self.original(*args, **kwargs)
+        try:
+            layout = self._layout(call, ids)
+        except (Unsuitable, NotPackable) as reason:
+            self.report.left_padded(str(reason))
+            return self.original(*args, **kwargs)
+        if not self._agrees(args, kwargs, layout):
+            return self.original(*args, **kwargs)
+        try:
+            output = self.packed(args, kwargs, layout)
+        except BackendError:
+            raise  # the user's choice of backend cannot do this
+        except PackingError as reason:
+            self.leave_padded(str(reason), training=training)
+            return self.original(*args, **kwargs)
+        self.report.packed(layout)
+        return output
+
+    def _layout(self, call: dict[str, Any], ids: Tensor) -> Layout:
+        if self.is_sharded():
+            raise Unsuitable(f"{type(self.module).__name__} is sharded and no transformers model")
+        try:
+            layout = propose_layout(call, ids, self.book, self.report.left_padded)
+        except ValueError as error:  # a row without tokens, if the mask means what it seems to
+            raise Unsuitable(str(error)) from None
+        if not layout.has_padding:
+            raise Unsuitable(NO_PADDING)
+        return layout
+
+    def _agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> bool:
+        """Whether padded and packed runs are the same; asked once for training and once for evaluation."""
+        kind = torch.is_grad_enabled(), self.module.training
+        if kind in self.proven:
+            return True
+        try:
+            with self.whole_report.unnoticed():
+                reason = disagreement(self, args, kwargs, layout)
+        except BackendError:
+            raise
+        except torch.OutOfMemoryError:
+            reason = "there was no memory to compare it with the padded run"
+        except PackingError as error:
+            reason = str(error)
+        except Exception as error:  # the decoder's own code, on tensors that it was not written for
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        if reason:
+            self.leave_padded(reason, training=kind[0])
+            return False
+        self.proven.add(kind)
+        return True
+
+    def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> Any:
+        """The output, computed from real tokens alone.
+
+        Raises:
+            PackingError: it cannot be.
+        """
+        run = DecoderRun(self, args, kwargs, layout, self.backend)
+        token = _RUN.set(run)
+        try:
+            output = _leave(run, self.original(*args, **kwargs), ())
+        finally:
+            _RUN.reset(token)
+            run.active = False
+        if not run.embedded:
+            raise Unpackable("its tokens do not go through an nn.Embedding as they were passed")
+        return output
+
+    # -- what was learnt -----------------------------------------------------------------------------------------
+
+    def is_sharded(self) -> bool:
+        """Whether a forward is a collective, so that ranks must run the same number of them."""
+        if self._sharded is None:
+            self._sharded = any(_in_pieces(p) for p in self.module.parameters())
+        return self._sharded
+
+    def leave_padded(self, reason: str, *, training: bool) -> None:
+        """Run later calls of this kind (with gradients or without) as they are."""
+        if training not in self.off:
+            self.off[training] = reason
+            self.report.switched_off(type(self.module).__name__, reason, training=training)
+
+
+class PackedEmbedding(Rebound):
+    """``forward`` of a token table: where a batch becomes ragged."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        run = _RUN.get()
+        ids = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
+        if (
+            run is None
+            or len(args) + len(kwargs) != 1
+            or not isinstance(ids, Tensor)
+            or tuple(ids.shape) != run.packing.layout.shape
+        ):
+            return self.original(*args, **kwargs)
+        run.embedded = True
+        module, ids = self.module, ordinary(ids)
+        if self.previous is None and type(module).forward is nn.Embedding.forward and module.max_norm is None:
+            rows = self.original(gather(ids, run.packing, 0, 1))
+        else:
+            rows = gather(self.original(ids), run.packing, 0, 1)
+        return wrap(rows, run.packing, 0, 1)
+
+
+class PackedBlock(Rebound):
+    """``forward`` of one block: inside of it, no tensor needs a place in the graph but its rows'."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if not tree_any(lambda a: isinstance(a, RaggedTensor), (args, kwargs)):
+            return self.original(*args, **kwargs)
+        with inside_block():
+            output = self.original(*args, **kwargs)
+        if not is_outside_blocks():
+            return output
+        return tree_map_only(RaggedTensor, lambda t: wrap(rows_of(t), t.packing, t.batch, t.seq), output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A block recomputed in backward must do what it did even when the switch went off in between.
+        if torch._C._current_graph_task_id() != -1 and not torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class PackedHead(Rebound):
+    """``forward`` of a language-model head, which takes lazy hidden states."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        run = _RUN.get()
+        if run is not None and len(args) == 1 and not kwargs and isinstance(args[0], RaggedTensor):
+            return self.original(run.at_head(self.module, args[0]))
+        return self.original(*args, **kwargs)
+
+
+def _leave(run: DecoderRun, value: Any, path: tuple[Any, ...]) -> Any:
+    """The decoder's output with ``(B, S, H)`` tensors in place of ragged ones."""
+    if isinstance(value, RaggedTensor):
+        return run.in_output(value, path)
+    if isinstance(value, LazyRows):
+        if any(getattr(leaf, "path", ())[:1] == ("inside",) for leaf in value.view_.leaves()):
+            raise Unpackable("it returns a part of its hidden states")
+        return value
+    if isinstance(value, (str, bytes, int, float, Tensor, type(None))):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_leave(run, v, (*path, i)) for i, v in enumerate(value)))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_leave(run, v, (*path, i)) for i, v in enumerate(value))
+    if isinstance(value, Mapping):
+        made = {k: _leave(run, v, (*path, k)) for k, v in value.items()}
+        return made if type(value) is dict else type(value)(**made)
+    if any(isinstance(v, RaggedTensor) for v in getattr(value, "__dict__", {}).values()):
+        if not dataclasses.is_dataclass(value):
+            raise Unpackable(f"it returns a {type(value).__name__} that holds hidden states")
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        kind: Any = type(value)
+        return kind(**{n: _leave(run, v, (*path, Attribute(n))) for n, v in fields.items()})
+    return value
