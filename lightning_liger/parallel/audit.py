@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_liger.parallel.groups import parameters_of, policy, sharded_parts
 from lightning_liger.parallel.mesh import SHARD
 from lightning_liger.parallel.shard import Sharding
 
@@ -75,14 +74,13 @@ def audit(module: nn.Module, sharding: Sharding, mesh: DeviceMesh) -> ShardingRe
         (stored if parameter.requires_grad else frozen)[_name(parameter.dtype)] += parameter.numel()
     compute: dict[str, None] = {}
     reduce: dict[str, None] = {}
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            policy: Any = part._get_fsdp_state()._mp_policy
-            for parameter in part.parameters():
-                computed = policy.param_dtype or parameter.dtype
-                compute[_name(computed)] = None
-                if parameter.requires_grad:
-                    reduce[_name(policy.reduce_dtype or computed)] = None
+    for part in sharded_parts(module):
+        for parameter in parameters_of(part):
+            chosen = policy(part)
+            computed = chosen.param_dtype or parameter.sharded_param.dtype
+            compute[_name(computed)] = None
+            if parameter.sharded_param.requires_grad:
+                reduce[_name(chosen.reduce_dtype or computed)] = None
     shards = mesh[SHARD].size() if mesh.ndim > 1 else mesh.size()
     return ShardingReport(
         groups=len(sharding.blocks),

@@ -16,21 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_liger.parallel.groups import begin_as_root, is_gathered, parameters_of
+
 
 class Entry:
-    """A forward pre-hook for every module outside of the blocks.
-
-    Reading FSDP2's groups needs its private state: the public interface neither says whether a group is gathered nor
-    carries a change of ``requires_grad`` (``toggle_optimizer``) to parameters that are gathered already.
-    """
+    """A forward pre-hook for every module outside of the blocks."""
 
     def __init__(self, root: FSDPModule, dtype: torch.dtype | None) -> None:
-        self._state: Any = root._get_fsdp_state()
         self.root = root
         self._dtype = dtype
         self._flags: dict[int, bool] = {}
         self._held: dict[nn.Module, list[Any]] = {}
-        for parameter in (p for group in self._state._fsdp_param_groups for p in group.fsdp_params):
+        for parameter in parameters_of(root):
             info = parameter._module_info
             for owner in (info.module, *info.shared_modules):
                 self._held.setdefault(owner, []).append(parameter)
@@ -46,8 +43,8 @@ class Entry:
 
     def gather(self) -> None:
         """Make the root's parameters whole, if they are not. A collective."""
-        self._state._lazy_init()
-        if any(not group.is_unsharded for group in self._state._fsdp_param_groups):
+        begin_as_root(self.root)
+        if not is_gathered(self.root):
             self.root.unshard()
 
     def _carry_flag(self, parameter: Any) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_liger.parallel.groups import finish_backward, sharded_parts
+
 
 class UnshardedGradients:
     """Averages the gradients of whole parameters over ranks, in fp32, once per backward that synchronises.
@@ -40,8 +42,7 @@ def reduce_after_backward(root: nn.Module, loss: torch.Tensor) -> None:
     root's forward, and a module without blocks has no other: it would never train.
     """
     if isinstance(root, FSDPModule) and loss.requires_grad:
-        state = root._get_fsdp_state()
-        loss.register_hook(lambda _: state._register_root_post_backward_final_callback())
+        loss.register_hook(lambda _: finish_backward(root))
 
 
 @contextmanager
@@ -55,8 +56,7 @@ def no_gradient_sync(module: nn.Module, unsharded: UnshardedGradients | None) ->
 
 
 def _set(module: nn.Module, unsharded: UnshardedGradients | None, synchronise: bool) -> None:
-    for sharded in module.modules():
-        if isinstance(sharded, FSDPModule):
-            sharded.set_requires_gradient_sync(synchronise, recurse=False)
+    for part in sharded_parts(module):
+        part.set_requires_gradient_sync(synchronise, recurse=False)
     if unsharded is not None:
         unsharded.synchronise = synchronise

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_liger.parallel.entry import Entry, watch_entries
+from lightning_liger.parallel.groups import sharded_parts
 
 _SHARDED: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -110,9 +111,8 @@ def shard(
 
 def reshard(module: nn.Module) -> None:
     """Free every gathered parameter, so that the module holds what optimizers and checkpoints work on."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in sharded_parts(module):
+        part.reshard()
 
 
 def own_tensors(part: nn.Module) -> Iterator[torch.Tensor]:

@@ -138,7 +138,7 @@ def main(names: list[str]) -> None:
         except Exception:
             failed.append(name)
             if RANK == 0:
-                print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
+                print(f"FAILED {name}\n{''.join(traceback.format_exc().splitlines(True)[-9:])}", flush=True)
     dist.destroy_process_group()
     sys.exit(f"failed: {failed}" if failed else 0)
 
