@@ -8,10 +8,13 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from lightning_liger.head.gathering import Gathering, Hold, gathering_of
 from lightning_liger.head.lazy import Head, LazyRows
+from lightning_liger.head.pending import NEWCOMERS
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import HeadReport
 
@@ -23,6 +26,7 @@ class LazyHead(Rebound):
         super().__init__(module, switch)
         self.report = report
         self.backend = backend
+        self._gathering: Gathering | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
@@ -31,8 +35,9 @@ class LazyHead(Rebound):
         weight, bias = self.module.weight, self.module.bias
         if torch.compiler.is_compiling() or hidden.device != weight.device:
             return self.original(*args, **kwargs)
-        if not _whole(weight):
-            self.report.refuse("the head's weight is a DTensor where its forward runs (tensor parallel?)")
+        in_pieces = _in_pieces(self.module)
+        if in_pieces is not None:
+            self.report.refuse(in_pieces)
             return self.original(*args, **kwargs)
         if not isinstance(hidden, LazyRows) and hidden.shape[:-1].numel() == 0:
             return self.original(*args, **kwargs)
@@ -43,7 +48,32 @@ class LazyHead(Rebound):
             return self.original(*args, **kwargs)  # a mismatch that PyTorch reports by itself
         backend = resolve_backend(self.backend, hidden.device)
         self.report.name(backend)
-        return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report))
+        return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report, self._hold(weight)))
+
+    # -- sharded by FSDP2 --------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        super().bind()
+        NEWCOMERS.add(self)
+        self.look_for_shards()
+
+    def unbind(self) -> None:
+        NEWCOMERS.discard(self)
+        if self._gathering is not None:
+            self._gathering.detach()
+            self._gathering = None
+        super().unbind()
+
+    def look_for_shards(self) -> None:
+        if self._gathering is None:
+            self._gathering = gathering_of(self.module)
+            if self._gathering is not None:
+                self._gathering.attach()
+
+    def _hold(self, weight: Tensor) -> Hold | None:
+        self.look_for_shards()
+        NEWCOMERS.discard(self)
+        return Hold(self._gathering) if self._gathering is not None and self._gathering.gathered(weight) else None
 
 
 def lazy_heads(module: nn.Module) -> list[nn.Module]:
@@ -79,7 +109,15 @@ def _transforming() -> bool:
     return bool(torch._C._functorch.maybe_current_level() is not None)
 
 
-def _whole(weight: Any) -> bool:
+def _in_pieces(module: Any) -> str | None:
+    """Why the weight cannot be read again after the head's own forward; None if it can."""
     from torch.distributed.tensor import DTensor
 
-    return not isinstance(weight, DTensor)
+    if isinstance(module.weight, DTensor):
+        return "the head's weight is a DTensor where its forward runs (tensor parallel?)"
+    if dist.is_available() and dist.is_initialized() and not isinstance(module.weight, nn.Parameter):
+        # a view of the flat parameter, which is gone after the forward
+        return "FSDP1 flattens the head's weight; use FSDP2 (ModelParallelStrategy) or DDP"
+    if hasattr(module.weight, "ds_id"):
+        return "ZeRO stage 3 gives the head's weight back before the loss reads it; use stage 2, FSDP2 or DDP"
+    return None

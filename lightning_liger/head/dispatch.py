@@ -54,9 +54,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     first = args[0] if args else None
     if func is T.register_hook and isinstance(first, LazyRows) and _from_torch_distributed(args, kwargs):
-        # FSDP prepares its backward with a hook on what a module returns: the rows see that moment too
-        leaf = next(s for s in first.view_.leaves() if isinstance(s, Source))
-        return leaf.rows.register_hook(*args[1:], **kwargs)
+        return _tell_about_backward(first, *args[1:], **kwargs)
     if func is _GRAD and isinstance(first, LazyRows):
         return None  # nobody asked to keep it
     if func in _HOOKS and given[0] and isinstance(given[0][0], LazyRows):
@@ -79,6 +77,21 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     return _on_values(func, name, *given)
+
+
+def _tell_about_backward(tensor: LazyRows, hook: Any) -> Any:
+    """FSDP prepares its backward with a hook on what a module returns: whoever reads these logits calls it."""
+    sources = [s for s in tensor.view_.leaves() if isinstance(s, Source)]
+    for source in sources:
+        hold = None
+        if source.head is not None:
+            source.head.hooks.append(hook)
+            hold = source.head.hold
+        if source.rows.requires_grad and (hold is None or not hold.gathering.is_alone):
+            # what made the rows may be sharded together with the head, and be reached when others are done with it
+            source.rows.register_hook(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.register_hook(hook)
 
 
 def _is_lazy(value: Any) -> bool:

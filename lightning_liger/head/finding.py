@@ -12,6 +12,8 @@ import torch.nn as nn
 # Tables with as many rows as the context is long, or as there are segments, say nothing about a vocabulary.
 _NOT_TOKENS = re.compile(r"pos|wpe|type|segment|time|layer|speaker|lang", re.IGNORECASE)
 _FEWEST_ENTRIES = 16
+# Hooks that gather weights; they change no value.
+_OUR_HOOKS = ("torch.distributed.", "lightning_liger.")
 
 
 def find_heads(module: nn.Module, named: str | None) -> tuple[list[nn.Linear], list[str]]:
@@ -81,15 +83,18 @@ def _output_embeddings(model: Any) -> nn.Module | None:
 
 
 def _refusal(head: nn.Module) -> str | None:
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(head, FSDPModule):
-        return "the head is sharded by itself, so its weight is gone when the loss reads it"
-    if type(head) is not nn.Linear:
+    if not _is_linear(head):
         return f"the head is a {type(head).__module__}.{type(head).__name__}, whose own computation must be kept"
-    if head._forward_hooks or head._forward_pre_hooks:
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    if any(not str(getattr(hook, "__module__", "")).startswith(_OUR_HOOKS) for hook in hooks):
         return "the head carries forward hooks of its own"
     return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """An ``nn.Linear`` itself, also after ``fully_shard`` has given it a class of its own."""
+    kinds = type(module).__mro__
+    return type(module) is nn.Linear or (kinds[1].__name__ == "FSDPModule" and kinds[2] is nn.Linear)
 
 
 def _by_shape(module: nn.Module, known: set[nn.Module]) -> list[nn.Linear]:
@@ -98,7 +103,7 @@ def _by_shape(module: nn.Module, known: set[nn.Module]) -> list[nn.Linear]:
     A wrong guess costs nothing but a line in the report: logits that no loss reads are computed as usual.
     """
     tables = {n: m for n, m in module.named_modules() if isinstance(m, nn.Embedding) and m not in known}
-    linears = {n: m for n, m in module.named_modules() if type(m) is nn.Linear and m not in known}
+    linears = {n: m for n, m in module.named_modules() if _is_linear(m) and m not in known}
     weights = {id(e.weight) for e in tables.values()}
     tied = [m for m in linears.values() if id(m.weight) in weights]
     if tied:

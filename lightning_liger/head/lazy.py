@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
 from lightning_liger.head.memory import share_memory, version_of
-from lightning_liger.head.pending import note_pending
+from lightning_liger.head.pending import NEWCOMERS, note_pending
 from lightning_liger.head.view import Head, PlainSource, Source, View
 from lightning_liger.mirrored import arange
 
@@ -86,6 +86,8 @@ def lazy(view: View) -> LazyRows:
         return LazyRows(view)
     made: LazyRows = _Lazify.apply(view, *inputs)
     made.node = _native(made, _GRAD_FN)
+    with torch._C.DisableTorchFunctionSubclass():
+        view.watch_backward(made)
     return made
 
 
@@ -134,7 +136,8 @@ class LazyRows(Tensor):
         made.view_ = view
         made.node = made.held = made.held_without_graph = made.replay = made.pinned_at = made.consumed_by = None
         made.parents = ()
-        made.versions = [(t, version_of(t)) for t in view.tensors()]
+        behind = (*view.tensors(), *(shard for g in view.gatherings() for shard in g.shards()))
+        made.versions = [(t, version_of(t)) for t in behind]
         note_pending(made)
         return made
 
@@ -152,6 +155,8 @@ class LazyRows(Tensor):
             rows: ``(T, H)``; ``index``: ``(B, S)`` row of each position, -1 for padding.
             has_pads: whether ``index`` holds -1 at all (known on the CPU, so nobody has to ask the device).
         """
+        for newcomer in list(NEWCOMERS):
+            newcomer.look_for_shards()
         root = arange(index.numel(), index.device).view(index.shape)
         source = Source(rows, index.reshape(-1), root, plain=plain if has_pads else None, path=path)
         return lazy(View(source, root, root.dim(), (), rows.dtype))
@@ -238,6 +243,7 @@ class LazyRows(Tensor):
         else:
             view = self.readable(what)
             values = view.dense()
+            view.watch_backward(values)
             for parent in self.parents:
                 parent.consume(what)
             view.watch_padding(values, what)

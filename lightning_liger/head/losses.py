@@ -122,6 +122,7 @@ def _labelled(
         simple = None if simple is None else replace(simple, source=view.source)
     if simple is not None:
         head = simple.source.head
+        simple.gather()
         losses = linear_cross_entropy(
             simple.rows(position),
             head.weight,
@@ -133,6 +134,7 @@ def _labelled(
             dtype=head.dtype,
             backend=head.backend,
         )
+        simple.watch_backward(losses)
     elif reduction == "none":
         (losses,) = per_row(view, position, program, (labels,))
     else:

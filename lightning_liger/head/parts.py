@@ -24,6 +24,7 @@ def narrowed(view: View, index: Any) -> Any:
     if not isinstance(source, Source) or source.head is None or not is_elementwise(view.tail):
         return NotImplemented
     head = source.head
+    view.gather()
     bias = None if head.bias is None else head.bias[index]
     return replace(view, source=replace(source, head=replace(head, weight=head.weight[index], bias=bias)))
 

@@ -24,6 +24,16 @@ class Pending(Protocol):
 _PENDING = WeakIdKeyDictionary(ref_type=weakref.ref)
 
 
+class Newcomer(Protocol):
+    """A head that has not run yet, and may have been sharded since it was found."""
+
+    def look_for_shards(self) -> None: ...
+
+
+# asked before the first lazy hidden states go into a head: FSDP's hooks would take them for ordinary tensors
+NEWCOMERS: weakref.WeakSet[Newcomer] = weakref.WeakSet()
+
+
 def note_pending(tensor: Pending) -> None:
     """Remember ``tensor`` for as long as somebody holds it."""
     _PENDING[tensor] = None

@@ -290,8 +290,10 @@ def per_row(
         The outputs for all ``N`` rows, or ``(sum,)`` with ``scale``.
     """
     position, extras = ordinary((position, extras))
+    view.gather()
     with torch.autocast(view.source.device.type, enabled=False):
         plan = _Plan(view, position)
         inputs, plan.inputs = plan.inputs, []
         outputs: tuple[Tensor, ...] = _PerRow.apply(plan, program, extras, scale, *inputs)
-        return outputs
+    view.watch_backward(*outputs)
+    return outputs

@@ -124,7 +124,7 @@ def _deferred_type(kind: type) -> type:
         object.__setattr__(self, "_liger_made", (plain, name))
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if name != "__class__":
+        if name == "__dict__" or not name.startswith("__"):  # what the class knows says nothing of the values
             made = object.__getattribute__(self, "__dict__").pop("_liger_made", None)
             if made is not None:
                 cache = made[0].cache(made[1])

@@ -1,0 +1,132 @@
+"""What lazy tensors are made of: hidden rows under a head, and ordinary tensors beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_liger.head.rows import take_rows
+from lightning_liger.report import HeadReport
+
+
+class PlainSource(Protocol):
+    """Where the values at padded positions come from (``padding/boundary.py``)."""
+
+    def value(self, path: tuple[Any, ...]) -> Tensor:
+        """``(B, S, H)`` hidden states of the padded run."""
+
+    def scored(self, what: str) -> None:
+        """A loss counts padded positions: the call should have been padded."""
+
+    def read(self, path: tuple[Any, ...], what: str, differentiable: bool) -> Tensor | None:
+        """Padded hidden states for a reader of padded positions; None where they may, or must, read as zero."""
+
+    def watch(self, what: str) -> Callable[[Tensor], None] | None:
+        """A gradient hook on zeroed values that raises if the reader depends on padded positions; None if it is known."""
+
+
+class WeightGathering(Protocol):
+    """A group of sharded weights (``gathering.py``)."""
+
+    is_alone: bool
+
+    def ensure(self, _: Any = None) -> None:
+        """Make the weights readable; a hook on gradients too."""
+
+    def give_back(self, _: Any = None) -> None:
+        """Called before a backward, with a gradient."""
+
+    def shards(self) -> list[Tensor]:
+        """What an optimizer writes into when it changes the weights."""
+
+
+class WeightHold(Protocol):
+    """Keeps weights gathered for as long as it lives."""
+
+    gathering: Any  # WeightGathering
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output projection: ``weight`` ``(V, H)``, ``bias`` ``(V,)`` or None, ``dtype`` of its product.
+
+    Attributes:
+        hold: keeps a sharded weight gathered, see :mod:`lightning_liger.head.gathering`.
+        hooks: what wants to know that a gradient is about to reach the logits.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    backend: str
+    report: HeadReport
+    hold: WeightHold | None = None
+    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What lazy tensors are views of.
+
+    Attributes:
+        rows: ``(N, H)`` hidden rows.
+        row_of: ``(P,)`` int64 row of each padded position, -1 for padding; None when position and row are the same.
+        root: the position map of the unsliced tensor, ``(B, S)``.
+        head: the projection, or None for the hidden states themselves.
+        plain: how to get padded positions; None when there are none.
+        path: where the hidden states stood in the backbone's output.
+    """
+
+    rows: Tensor
+    row_of: Tensor | None
+    root: Tensor
+    head: Head | None = None
+    plain: PlainSource | None = None
+    path: tuple[Any, ...] = ()
+
+    @property
+    def width(self) -> int:
+        return self.rows.shape[-1] if self.head is None else self.head.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def padded(self, value: Tensor) -> Source:
+        """The same source over the hidden states of the padded run."""
+        return replace(self, rows=value.reshape(-1, value.shape[-1]), row_of=None, plain=None)
+
+    def hidden_at(self, position: Tensor) -> Tensor:
+        """``(*position.shape, H)`` hidden rows; padding reads as zero."""
+        if self.row_of is None:
+            whole = position is self.root
+            return self.rows.view(*self.root.shape, -1) if whole else take_rows(self.rows, position)
+        row = self.row_of[position]
+        hidden = take_rows(self.rows, row.clamp_min(0))
+        return hidden if self.plain is None else hidden.masked_fill((row < 0).unsqueeze(-1), 0.0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """An ordinary tensor in an expression: ``values`` ``(Q, V)`` or ``(Q, 1)``, one row for each position.
+
+    Rows that are ``unknown`` ``(Q,)``, because they were read off padded positions, are what ``settled`` gives.
+    """
+
+    values: Tensor
+    root: Tensor
+    head: None = None
+    unknown: Tensor | None = None
+    settled: Callable[[], Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
