@@ -11,6 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.data.batching import TokenBatches
+from lightning_liger.data.planner import Cost
 from lightning_liger.foreign_strategies import fit_to_strategy
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
@@ -53,6 +55,9 @@ class LigerCallback(_Base):
         attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
         kernels: ``"auto"``, True, False, or single ops: ``{"rope": False}``.
+        max_tokens_per_batch: Tokens per training batch, instead of a number of samples.
+        length_fn: Tokens of a dataset sample.
+        overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verbose: Print the report after the first training step.
 
@@ -72,6 +77,9 @@ class LigerCallback(_Base):
         attention: str = "auto",
         head_backend: str = "auto",
         kernels: bool | str | Mapping[str, bool] = "auto",
+        max_tokens_per_batch: int | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        overlong: str = "error",
         bf16: bool = True,
         verbose: bool = True,
     ) -> None:
@@ -83,12 +91,17 @@ class LigerCallback(_Base):
             attention=attention,
             head_backend=head_backend,
             kernels=kernels,
+            max_tokens_per_batch=max_tokens_per_batch,
+            length_fn=length_fn,
+            overlong=overlong,
             bf16=bf16,
             verbose=verbose,
         )
         self.report = Report()
         self._accelerated: Accelerated | None = None
         self._meter: Meter | None = None
+        self._batches: TokenBatches | None = None
+        self._progress: dict[str, Any] | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._first_batch = True
         self._logged = False
@@ -116,6 +129,23 @@ class LigerCallback(_Base):
 
         self._wrap(strategy, "setup", setup)
         self._wrap(strategy, "batch_to_device", to_device)
+        if self.settings.max_tokens_per_batch is not None and stage == "fit":
+            self._batch_by_tokens(trainer, pl_module)
+
+    def _batch_by_tokens(self, trainer: Any, pl_module: Any) -> None:
+        settings, strategy = self.settings, trainer.strategy
+        assert settings.max_tokens_per_batch is not None
+        batches = TokenBatches(settings.max_tokens_per_batch, settings.length_fn, settings.overlong, Cost())
+        if self._progress is not None:
+            batches.load_state_dict(self._progress)
+        self._batches = batches
+        process_dataloader = strategy.process_dataloader
+
+        def process(loader: Any) -> Any:
+            loader = process_dataloader(loader)
+            return batches.rebuild(loader, strategy, trainer.current_epoch) if trainer.training else loader
+
+        self._wrap(strategy, "process_dataloader", process)
 
     def _wrap(self, owner: Any, name: str, replacement: Any) -> None:
         self._wrapped.append((owner, name, owner.__dict__.get(name)))
@@ -141,9 +171,15 @@ class LigerCallback(_Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.report.begin_training()
+        if self._batches is not None:
+            self._batches.begin_training(trainer)
         self._meter = Meter(self.report.padding)
         self._first_batch = True
         self._logged = False
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._batches is not None:
+            self._batches.begin_epoch(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._first_batch or batch_idx == 0:
@@ -154,6 +190,8 @@ class LigerCallback(_Base):
         settle_pending()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._batches is not None:
+            self._batches.end_batch(trainer)
         if self._first_batch:
             self._first_batch = False
             self._show(trainer)
@@ -191,6 +229,16 @@ class LigerCallback(_Base):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._meter is not None:
             self._meter.resume()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._batches is None else {"token_batches": self._batches.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._progress = state_dict.get("token_batches")
+        if self._progress is not None and self._batches is not None:
+            self._batches.load_state_dict(self._progress)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning_liger.kernels.options import check_choice
 
 _ATTENTION = ("auto", "fa4", "fa3", "fa2", "varlen", "flex", "sdpa")
 _HEAD_BACKENDS = ("auto", "torch", "triton", "liger")
+_OVERLONG = ("error", "truncate", "skip", "own_batch")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Settings:
             comparison shows that they compute the same. ``"auto"``: on a CUDA device, for models of hidden size 2048
             and up; ``True``: wherever Triton runs;
             ``False``: never; a mapping such as ``{"rope": False}`` switches single ops, those left out are on.
+        max_tokens_per_batch: Fill training batches up to this many tokens instead of a fixed number of samples: every
+            rank gets as many batches, each full and of like cost within a step. None keeps the loader's batches.
+        length_fn: Tokens of a dataset sample, when ``max_tokens_per_batch`` cannot find them by itself.
+        overlong: What becomes of samples of more than ``max_tokens_per_batch`` tokens: ``"error"``, ``"truncate"``,
+            ``"skip"`` or ``"own_batch"``.
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
         verbose: Print the report after the first training step.
@@ -49,6 +55,9 @@ class Settings:
     attention: str = "auto"
     head_backend: str = "auto"
     kernels: bool | str | Mapping[str, bool] = "auto"
+    max_tokens_per_batch: int | None = None
+    length_fn: Callable[[Any], int] | None = None
+    overlong: str = "error"
     bf16: bool = True
     verbose: bool = True
 
@@ -60,6 +69,15 @@ class Settings:
         _one_of("attention", self.attention, _ATTENTION)
         _one_of("head_backend", self.head_backend, _HEAD_BACKENDS)
         check_choice(self.kernels)
+        _one_of("overlong", self.overlong, _OVERLONG)
+        budget = self.max_tokens_per_batch
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+            raise ValueError(f"max_tokens_per_batch={budget!r}: expected a positive number of tokens, such as 16384.")
+        if self.length_fn is not None and not callable(self.length_fn):
+            raise ValueError(f"length_fn={self.length_fn!r}: expected a function from a dataset sample to its tokens.")
+        for name, default in (("length_fn", None), ("overlong", "error")):
+            if budget is None and getattr(self, name) != default:
+                raise ValueError(f"{name}=... is about batches by tokens, but max_tokens_per_batch is not given.")
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ValueError(
                 f"head={self.head!r}: expected the path of an nn.Linear inside the module, such as 'model.lm_head'."

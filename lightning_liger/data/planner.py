@@ -41,7 +41,8 @@ class Cost:
     def of(self, lengths: Ints, batch: Ints, batches: int) -> NDArray[np.float64]:
         """``(batches,)`` cost of each batch of samples ``lengths`` ``(n,)`` that went to ``batch`` ``(n,)``."""
         long = lengths.astype(np.float64)
-        return np.bincount(batch, weights=long + self.attention * long * long, minlength=batches)
+        costs = np.bincount(batch, weights=long + self.attention * long * long, minlength=batches)
+        return costs.astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ def plan(
     weights = _weights(lengths, budget)
     packed = _pack_windows(weights, budget, ranks, steps, max(1, _WINDOW_BATCHES // ranks))
     if packed is None:
-        packed = [_pack(np.arange(len(weights)), weights, steps * ranks)]
-    if any(window.loads.max() > budget for window in packed):
+        whole = _pack(np.arange(len(weights)), weights, steps * ranks)
+        packed = [whole] if whole is not None and whole.loads.max() <= budget else None
+    if packed is None:
         raise ValueError(f"{len(weights)} samples do not fit into {steps} steps of {ranks} batches of {budget} tokens.")
     random = np.random.default_rng([seed, ranks, budget])
     arranged = [_arrange(window, lengths, ranks, cost or Cost(), random) for window in packed]
@@ -196,9 +198,7 @@ def _without_excess(window: _Window, weights: Ints, budget: int) -> tuple[_Windo
     return _Window(window.samples[keep], window.batch[keep], loads), window.samples[~keep]
 
 
-def _arrange(
-    window: _Window, lengths: Ints, ranks: int, cost: Cost, random: np.random.Generator
-) -> tuple[Ints, Ints]:
+def _arrange(window: _Window, lengths: Ints, ranks: int, cost: Cost, random: np.random.Generator) -> tuple[Ints, Ints]:
     """Samples of a window batch after batch, and how many each batch has, in the order of steps and ranks."""
     batches = len(window.loads)
     costs = cost.of(np.asarray(lengths)[window.samples], window.batch, batches)

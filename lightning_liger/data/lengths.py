@@ -1,0 +1,243 @@
+"""How many tokens each sample of a dataset has, as the model will see it; measured once and kept on disk.
+
+In this order: the user's ``length_fn``; a column or attribute of lengths; a token column of a Hugging Face dataset;
+else every sample goes through the user's own ``collate_fn`` alone, in the loader's own workers, and its tokens are
+counted: whatever tokenising, truncating or templating happens there is in the count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from lightning_liger.data.planner import Ints
+
+LENGTH_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count")
+_CHUNK = 64
+_SAMPLED = 64
+
+
+class NoLength(ValueError):
+    """The number of tokens of a sample cannot be told."""
+
+
+def sample_lengths(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None, *, show_progress: bool) -> Ints:
+    """``(len(dataset),)`` tokens of each sample of a map-style dataset.
+
+    Args:
+        loader: the training loader; its dataset, collate function and workers are used.
+        length_fn: from a dataset sample to its number of tokens, when it cannot be found otherwise.
+        show_progress: draw a progress bar while samples are measured.
+
+    Raises:
+        NoLength: naming what was found in a sample, and the remedy.
+    """
+    known = None if length_fn is not None else _recorded(loader)
+    if known is not None:
+        return known
+    path = cache_path(loader, length_fn)
+    kept = None if path is None else _kept(path, len(loader.dataset))  # type: ignore[arg-type]
+    if kept is not None and _agrees(kept, loader, length_fn):
+        return kept
+    measured = _measure(loader, length_fn, show_progress)
+    if path is not None:
+        _keep(path, measured)
+    return measured
+
+
+# -- where lengths are written down already ------------------------------------------------------------------------
+
+
+def _recorded(loader: DataLoader[Any]) -> Ints | None:
+    dataset: Any = loader.dataset
+    for name in LENGTH_COLUMNS:
+        values = _column(dataset, name)
+        if values is not None and len(values) == len(dataset):
+            try:
+                return np.asarray(values, dtype=np.int64)
+            except (TypeError, ValueError):
+                continue  # a column of that name which holds something else
+    return _token_column(loader)
+
+
+def _column(dataset: Any, name: str) -> Any:
+    """A column of a Hugging Face dataset, or a sequence that the dataset has as an attribute."""
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, (list, tuple)):
+        return dataset[name] if name in columns else None
+    value = getattr(dataset, name, None)
+    return value if isinstance(value, (Sequence, np.ndarray, Tensor)) and not isinstance(value, str) else None
+
+
+def _token_column(loader: DataLoader[Any]) -> Ints | None:
+    """From the Arrow table of a Hugging Face dataset, if the collate function leaves the samples as long as they are."""
+    dataset: Any = loader.dataset
+    table: Any = getattr(dataset, "data", None)
+    if "input_ids" not in (getattr(dataset, "column_names", None) or ()) or not hasattr(table, "column"):
+        return None
+    import pyarrow.compute as arrow
+
+    lengths = arrow.list_value_length(table.column("input_ids")).to_numpy()
+    indices = getattr(dataset, "_indices", None)
+    if indices is not None:
+        lengths = lengths[indices.column(0).to_numpy()]
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return lengths if _agrees(lengths, loader, None) else None
+
+
+def _agrees(lengths: Ints, loader: DataLoader[Any], length_fn: Callable[[Any], int] | None) -> bool:
+    """Whether some samples, measured now, are as long as ``lengths`` says."""
+    some = _evenly(len(lengths))
+    dataset: Any = loader.dataset
+    with _random_numbers_untouched():
+        return _Counting(loader.collate_fn, length_fn)([dataset[i] for i in some]) == lengths[some].tolist()
+
+
+def _evenly(count: int) -> list[int]:
+    return np.unique(np.linspace(0, count - 1, min(count, _SAMPLED)).astype(int)).tolist()
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def _measure(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None, show_progress: bool) -> Ints:
+    count = _Counting(loader.collate_fn, length_fn)
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "num_workers": loader.num_workers,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    measuring: DataLoader[Any] = DataLoader(loader.dataset, batch_size=_CHUNK, collate_fn=count, **workers)
+    found: list[int] = []
+    # a dataset or a collate function that draws random numbers must not change what training draws
+    with (
+        _random_numbers_untouched(),
+        tqdm(
+            total=len(loader.dataset),  # type: ignore[arg-type]
+            desc="measuring lengths",
+            unit=" samples",
+            disable=not show_progress,
+        ) as bar,
+    ):
+        for lengths in measuring:
+            found.extend(lengths)
+            bar.update(len(lengths))
+    return np.asarray(found, dtype=np.int64)
+
+
+@contextmanager
+def _random_numbers_untouched() -> Iterator[None]:
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+class _Counting:
+    """A collate function that answers with the number of tokens of each sample; picklable for spawned workers."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], length_fn: Callable[[Any], int] | None) -> None:
+        self.collate = collate
+        self.length_fn = length_fn
+
+    def __call__(self, samples: list[Any]) -> list[int]:
+        if self.length_fn is not None:
+            return [int(self.length_fn(sample)) for sample in samples]
+        return [tokens_of(self.collate([sample])) for sample in samples]
+
+
+def tokens_of(batch: Any) -> int:
+    """Tokens of a collated batch of one sample: those its mask names, else all that its token tensor holds.
+
+    Raises:
+        NoLength: it holds neither.
+    """
+    named = dict(batch) if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})
+    for name, value in named.items():
+        if "mask" in str(name) and _is_rows(value):
+            return int((value != 0).sum())
+    for name in ("input_ids", "ids", "tokens", "idx", "x", "inputs"):
+        if _is_rows(named.get(name)):
+            return int(named[name].numel())
+    rows = [v for v in (named.values() if named else _flat(batch)) if _is_rows(v)]
+    if rows:
+        return max(int(v.numel()) for v in rows)
+    what = sorted(map(str, named)) if named else type(batch).__name__
+    raise NoLength(
+        f"max_tokens_per_batch needs the number of tokens of each sample, and the collated batch holds none that can be "
+        f"counted (found: {what}). Give LigerCallback(length_fn=...), a function from a dataset sample to its number of "
+        f"tokens, or a dataset column named one of {', '.join(LENGTH_COLUMNS)}."
+    )
+
+
+def _is_rows(value: Any) -> bool:
+    """A ``(1, L)`` tensor of whole numbers, or of booleans."""
+    return isinstance(value, Tensor) and value.dim() == 2 and len(value) == 1 and not value.is_floating_point()
+
+
+def _flat(batch: Any) -> list[Any]:
+    if isinstance(batch, (list, tuple)):
+        return [v for item in batch for v in _flat(item)]
+    if isinstance(batch, Mapping):
+        return [v for item in batch.values() for v in _flat(item)]
+    return [batch]
+
+
+# -- kept on disk --------------------------------------------------------------------------------------------------
+
+
+def cache_path(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None) -> Path | None:
+    """Where the lengths of this dataset under this collate function are kept; None if they cannot be recognised again.
+
+    ``LIGHTNING_LIGER_CACHE`` names another directory than the user's cache, or, set to nothing, none.
+    """
+    directory = os.environ.get("LIGHTNING_LIGER_CACHE", str(Path.home() / ".cache" / "lightning_liger"))
+    if not directory:
+        return None
+    dataset: Any = loader.dataset
+    seal = hashlib.sha256()
+    try:
+        mark = getattr(dataset, "_fingerprint", None)
+        if not isinstance(mark, str):
+            with _random_numbers_untouched():
+                mark = [dataset[i] for i in _evenly(len(dataset))]
+        seal.update(pickle.dumps((type(dataset).__qualname__, len(dataset), mark)))
+        seal.update(pickle.dumps((loader.collate_fn, length_fn)))
+    except Exception:  # samples or functions of the user's that cannot be pickled
+        return None
+    return Path(directory) / "lengths" / f"{seal.hexdigest()[:32]}.npy"
+
+
+def _kept(path: Path, count: int) -> Ints | None:
+    try:
+        lengths = np.load(path)
+    except (OSError, ValueError):  # not there, or cut short when it was written
+        return None
+    return lengths if lengths.shape == (count,) else None
+
+
+def _keep(path: Path, lengths: Ints) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(part, lengths)
+        os.replace(part, path)
+    except OSError:
+        return  # a full or read-only disk costs a measurement next time
