@@ -22,6 +22,8 @@ Ints = NDArray[np.int64]
 _WINDOW_BATCHES = 1024
 # Samples are dealt to one in so many batches at a time: fewer at a time is closer to LPT, and slower.
 _DEALT_AT_ONCE = 8
+# Emptiest batches that are looked at for an exchange; also one in so many batches may need one.
+_FEW = 8
 # Beyond this fill some batch of a window is nearly always over the budget.
 _REACHABLE_FILL = 0.995
 
@@ -89,7 +91,7 @@ def least_steps(lengths: Ints, budget: int, ranks: int) -> int:
     weights = np.sort(_weights(lengths, budget))[::-1]
     most = len(weights) // ranks
     steps = min(most, -(-int(weights.sum()) // int(ranks * budget * _REACHABLE_FILL)))
-    while steps < most and _deal(weights, steps * ranks)[1].max() > budget:
+    while steps < most and not _fits(_deal(weights, steps * ranks, budget)[1], budget):
         # lengths that do not fill a batch; a long plan need not try every number of steps
         steps = min(most, steps + max(1, steps // 200))
     return steps
@@ -115,8 +117,8 @@ def plan(
     weights = _weights(lengths, budget)
     packed = _pack_windows(weights, budget, ranks, steps, max(1, _WINDOW_BATCHES // ranks))
     if packed is None:
-        whole = _pack(np.arange(len(weights)), weights, steps * ranks)
-        packed = [whole] if whole is not None and whole.loads.max() <= budget else None
+        whole = _pack(np.arange(len(weights)), weights, steps * ranks, budget)
+        packed = [whole] if whole is not None and _fits(whole.loads, budget) else None
     if packed is None:
         raise ValueError(f"{len(weights)} samples do not fit into {steps} steps of {ranks} batches of {budget} tokens.")
     random = np.random.default_rng([seed, ranks, budget])
@@ -148,28 +150,35 @@ def _pack_windows(weights: Ints, budget: int, ranks: int, steps: int, window: in
     for _ in range(max(0, steps // window - 1)):
         before = ends[start - 1] if start else 0
         stop = max(start, int(np.searchsorted(ends, before + goal - weights[late].sum(), side="right")))
-        made = _pack(np.concatenate([late, np.arange(start, stop)]), weights, window * ranks)
+        made = _pack(np.concatenate([late, np.arange(start, stop)]), weights, window * ranks, budget)
         if made is None:
             return None
         made, late = _without_excess(made, weights, budget)
         packed.append(made)
         start = stop
     left = (steps - window * len(packed)) * ranks
-    last = _pack(np.concatenate([late, np.arange(start, len(weights))]), weights, left)
-    if last is None or last.loads.max() > budget:
+    last = _pack(np.concatenate([late, np.arange(start, len(weights))]), weights, left, budget)
+    if last is None or not _fits(last.loads, budget):
         return None
     return [*packed, last]
 
 
-def _pack(samples: Ints, weights: Ints, batches: int) -> _Window | None:
+def _fits(loads: Ints, budget: int) -> bool:
+    return int(loads.max()) <= budget
+
+
+def _pack(samples: Ints, weights: Ints, batches: int, budget: int) -> _Window | None:
     if len(samples) < batches:
         return None
     longest_first = samples[np.argsort(-weights[samples], kind="stable")]
-    return _Window(longest_first, *_deal(weights[longest_first], batches))
+    return _Window(longest_first, *_deal(weights[longest_first], batches, budget))
 
 
-def _deal(weights: Ints, batches: int) -> tuple[Ints, Ints]:
-    """Give each sample, longest first, to one of the emptiest batches: its batch, and the tokens of all batches."""
+def _deal(weights: Ints, batches: int, budget: int) -> tuple[Ints, Ints]:
+    """Give each sample, longest first, to one of the emptiest batches: its batch, and the tokens of all batches.
+
+    Batches that come out over the budget change a sample with an emptier one, where that helps.
+    """
     loads = np.zeros(batches, dtype=np.int64)
     batch = np.empty(len(weights), dtype=np.int64)
     first = min(batches, len(weights))
@@ -182,7 +191,34 @@ def _deal(weights: Ints, batches: int) -> tuple[Ints, Ints]:
         emptiest = emptiest[np.argsort(loads[emptiest], kind="stable")]
         batch[start : start + at_once] = emptiest
         loads[emptiest] += dealt
+    over = np.flatnonzero(loads > budget)
+    if 0 < len(over) <= max(_FEW, batches // _FEW):
+        _exchange(over, weights, batch, loads, budget)
     return batch, loads
+
+
+def _exchange(over: Ints, weights: Ints, batch: Ints, loads: Ints, budget: int) -> None:
+    """Bring batches within the budget: each gives a sample for a shorter one of one of the emptiest batches."""
+    members = np.argsort(batch, kind="stable")
+    ends = np.bincount(batch, minlength=len(loads)).cumsum()
+    few = min(_FEW, len(loads) - 1)
+    for number in over:
+        mine = members[ends[number - 1] if number else 0 : ends[number]]
+        for under in np.argpartition(loads, few)[:few]:
+            theirs = members[ends[under - 1] if under else 0 : ends[under]]
+            theirs.sort()  # longest first again, after exchanges
+            shortest_first = theirs[::-1]
+            wanted = weights[mine] - (loads[number] - budget)
+            at = np.searchsorted(weights[shortest_first], wanted, side="right") - 1
+            gain = weights[mine] - weights[shortest_first[at]]
+            good = np.flatnonzero((at >= 0) & (gain <= budget - loads[under]))
+            if len(good):
+                give, take = int(good[-1]), len(theirs) - 1 - int(at[good[-1]])
+                batch[mine[give]], batch[theirs[take]] = under, number
+                mine[give], theirs[take] = theirs[take], mine[give]
+                loads[number] -= gain[give]
+                loads[under] += gain[give]
+                break
 
 
 def _without_excess(window: _Window, weights: Ints, budget: int) -> tuple[_Window, Ints]:
