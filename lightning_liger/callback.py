@@ -13,6 +13,7 @@ from tqdm import tqdm
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.data.planner import Cost
+from lightning_liger.data.report import BatchingReport
 from lightning_liger.foreign_strategies import fit_to_strategy
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
@@ -101,6 +102,7 @@ class LigerCallback(_Base):
         self._accelerated: Accelerated | None = None
         self._meter: Meter | None = None
         self._batches: TokenBatches | None = None
+        self._batching = BatchingReport()
         self._progress: dict[str, Any] | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._first_batch = True
@@ -135,7 +137,9 @@ class LigerCallback(_Base):
     def _batch_by_tokens(self, trainer: Any, pl_module: Any) -> None:
         settings, strategy = self.settings, trainer.strategy
         assert settings.max_tokens_per_batch is not None
-        batches = TokenBatches(settings.max_tokens_per_batch, settings.length_fn, settings.overlong, Cost())
+        batches = TokenBatches(
+            settings.max_tokens_per_batch, settings.length_fn, settings.overlong, Cost(), self._batching
+        )
         if self._progress is not None:
             batches.load_state_dict(self._progress)
         self._batches = batches
@@ -164,6 +168,7 @@ class LigerCallback(_Base):
         settings, notes = fit_to_strategy(trainer.strategy, self.settings)
         self._accelerated = accelerate(pl_module, settings)
         self.report = self._accelerated.report
+        self.report.batching = self._batching
         for note in notes:
             self.report.note(note)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_liger.data.report import BatchingReport
 from lightning_liger.kernels.report import KernelReport
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class Report:
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
     kernels: KernelReport = field(default_factory=KernelReport)
     sharding: ShardingReport | None = None
+    batching: BatchingReport = field(default_factory=BatchingReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -189,6 +191,7 @@ class Report:
             "fused_head": self.head.to_dict(),
             "kernels": self.kernels.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
+            "token_batches": self.batching.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
         }
@@ -217,6 +220,7 @@ class Report:
             (self.head.title, _where(self.head, "head"), self._head_did()),
             *self.kernels.rows(),
             *([] if self.sharding is None else [self.sharding.row()]),
+            *self.batching.rows(),
         ]
 
     def _padding_did(self) -> str:
@@ -247,7 +251,7 @@ class Report:
                 f"{self.padding.title}: {self.padding.padded_runs} of {self.padding.calls} calls ran a second time, "
                 "padded, because padded positions were read"
             )
-        return lines + self.kernels.reasons() + self.notes
+        return lines + self.kernels.reasons() + self.batching.reasons() + self.notes
 
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""

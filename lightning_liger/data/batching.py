@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,29 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_liger.data.lengths import sample_lengths
 from lightning_liger.data.order import epoch_order
 from lightning_liger.data.planner import Cost, Ints
+from lightning_liger.data.report import BatchingReport
 from lightning_liger.data.sampler import Place, Share, TokenBatchSampler
 
 OVERLONG = ("error", "truncate", "skip", "own_batch")
-
-
-@dataclass
-class BatchingReport:
-    """What became of the batches.
-
-    Attributes:
-        steps_before: per epoch and rank, with the user's batch size.
-        steps: per epoch and rank now.
-        fill: share of the token budget that is used.
-        samples: in the dataset.
-        overlong: samples of more tokens than the budget.
-    """
-
-    steps_before: int = 0
-    steps: int = 0
-    fill: float = 0.0
-    samples: int = 0
-    overlong: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 class TokenBatches:
@@ -50,11 +30,19 @@ class TokenBatches:
         length_fn: from a dataset sample to its tokens, see :func:`sample_lengths`.
         overlong: what becomes of samples of more than ``budget`` tokens: see :data:`OVERLONG`.
         cost: what is balanced between ranks.
+        report: is filled in.
     """
 
-    def __init__(self, budget: int, length_fn: Callable[[Any], int] | None, overlong: str, cost: Cost) -> None:
+    def __init__(
+        self,
+        budget: int,
+        length_fn: Callable[[Any], int] | None,
+        overlong: str,
+        cost: Cost,
+        report: BatchingReport,
+    ) -> None:
         self.budget = budget
-        self.report = BatchingReport()
+        self.report = report
         self._length_fn = length_fn
         self._overlong = overlong
         self._cost = cost
@@ -73,7 +61,7 @@ class TokenBatches:
             ValueError: samples over the budget, or a loader whose batches are not its own to make.
         """
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            self.report.notes.append(f"{type(loader).__name__} over a stream keeps its batches")
+            self.report.refuse(f"{type(loader).__name__} over a stream keeps its batches")
             return loader
         before = len(loader)
         # not two ranks may plan differently, whatever their generators or disks hold
@@ -96,8 +84,11 @@ class TokenBatches:
         if self._overlong == "truncate" and self.report.overlong:
             made.collate_fn = Truncating(loader.collate_fn, self.budget)
         self._told.append(len(sampler))
-        self.report.steps_before, self.report.steps = before, len(sampler)
-        self.report.samples = len(lengths)
+        self.report.budget, self.report.samples = self.budget, len(lengths)
+        self.report.steps_before, self.report.steps = before, sampler.steps(self._place.epoch)
+        self.report.overlong_are = {"truncate": "are cut", "skip": "are left out"}.get(
+            self._overlong, "are batches of their own"
+        )
         tokens = int(np.minimum(lengths, self.budget).sum())
         self.report.fill = tokens / (len(sampler) * ranks * self.budget)
         return made
@@ -171,7 +162,8 @@ class TokenBatches:
             was, now = given.get(id(getattr(loader, "batch_sampler", None)), (None, None))
             limits.append(now if limit == was else limit)
         loaders.limits = limits
-        fit_loop.max_batches = len(loaders)
+        # the iterator that is there still has the old limits
+        fit_loop.max_batches = len(type(loaders._iterator)(loaders.flattened, limits))
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -225,8 +217,8 @@ def _with_batch_sampler(loader: DataLoader[Any], sampler: TokenBatchSampler) -> 
         object.__setattr__(made, name, value)  # DataLoader lets nobody but its constructor do so
     if not hasattr(made, "state_dict"):
         # what Lightning looks for before it warns that a resumed epoch starts over
-        made.state_dict = sampler.state_dict  # type: ignore[attr-defined]
-        made.load_state_dict = sampler.load_state_dict  # type: ignore[attr-defined]
+        made.state_dict = sampler.state_dict
+        made.load_state_dict = sampler.load_state_dict
     return made
 
 

@@ -11,6 +11,7 @@ not on the order, so that every epoch has as many.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +91,9 @@ def least_steps(lengths: Ints, budget: int, ranks: int) -> int:
         raise ValueError(f"{len(lengths)} samples cannot give each of {ranks} ranks a batch.")
     weights = np.sort(_weights(lengths, budget))[::-1]
     most = len(weights) // ranks
-    steps = min(most, -(-int(weights.sum()) // int(ranks * budget * _REACHABLE_FILL)))
+    full = int(weights.sum()) / (ranks * budget)
+    # a single window may come out perfect; of many, one would not
+    steps = min(most, math.ceil(full if full * ranks <= 2 * _WINDOW_BATCHES else full / _REACHABLE_FILL))
     while steps < most and not _fits(_deal(weights, steps * ranks, budget)[1], budget):
         # lengths that do not fill a batch; a long plan need not try every number of steps
         steps = min(most, steps + max(1, steps // 200))

@@ -145,3 +145,47 @@ def test_a_sampler_with_replacement_keeps_its_choice() -> None:
         assert len(drawn) == 60
         assert max(Counter(drawn).values()) > 1
     assert max(tokens for _, _, tokens in module.seen) <= BUDGET
+
+
+def test_the_report_says_what_became_of_the_batches() -> None:
+    callback = LigerCallback(verbose=False, max_tokens_per_batch=BUDGET)
+    L.Trainer(callbacks=[callback], **{**QUIET, "max_steps": 1}).fit(Module(), loader())
+    found = callback.report.to_dict()["token_batches"]
+    assert found["steps_before"] == 15 and found["steps"] < 15
+    assert 0.9 < found["fill"] <= 1
+    assert f"{found['steps']} steps per epoch instead of 15" in callback.report.render()
+
+
+def test_samples_over_the_budget() -> None:
+    with pytest.raises(ValueError, match=r"samples have more tokens than max_tokens_per_batch=20.*overlong='truncate'"):
+        train(Module(), loader(), budget=20)
+    for choice, expected in (("skip", 20), ("truncate", 20), ("own_batch", 24)):
+        module = Module()
+        callback = LigerCallback(verbose=False, max_tokens_per_batch=20, overlong=choice)
+        L.Trainer(callbacks=[callback], **{**QUIET, "max_steps": -1, "max_epochs": 1}).fit(module, loader())
+        assert max(tokens for _, _, tokens in module.seen) == expected
+        over = callback.report.to_dict()["token_batches"]["overlong"]
+        assert over > 0
+        assert len(by_epoch(module, 0)) == 60 - (over if choice == "skip" else 0)
+
+
+def test_options_without_a_budget_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"overlong=\.\.\. is about batches by tokens"):
+        LigerCallback(overlong="skip")
+    with pytest.raises(ValueError, match="max_tokens_per_batch=0"):
+        LigerCallback(max_tokens_per_batch=0)
+
+
+def test_batches_that_hold_no_tokens_name_the_remedy() -> None:
+    def floats(samples: list[Any]) -> Any:
+        return {"pixels": torch.zeros(len(samples), 3)}
+
+    with pytest.raises(ValueError, match=r"length_fn=.*'pixels'|'pixels'.*length_fn="):
+        train(Module(), loader(collate_fn=floats))
+
+
+def test_a_length_function_decides() -> None:
+    module = Module()
+    callback = LigerCallback(verbose=False, max_tokens_per_batch=10, length_fn=lambda sample: 5)
+    L.Trainer(callbacks=[callback], **{**QUIET, "max_steps": -1, "max_epochs": 1}).fit(module, loader())
+    assert {len(numbers) for _, numbers, _ in module.seen} == {2}

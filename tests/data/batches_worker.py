@@ -1,0 +1,65 @@
+"""Run by ``torchrun`` on two ranks: what each rank draws, over an epoch, interruptions, and another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from test_training import BUDGET, Module, loader
+
+from lightning_liger import LigerCallback
+
+
+def train(module: Module, out: Path, *, path: Any = None, save: str = "", budget: int = BUDGET, **options: Any) -> None:
+    L.seed_everything(3, verbose=False)
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    saver = ModelCheckpoint(out / save, "{step}", every_n_train_steps=2, save_top_k=-1) if save else None
+    strategy: Any = DDPStrategy(process_group_backend="gloo") if devices > 1 else "auto"
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=[LigerCallback(verbose=False, max_tokens_per_batch=budget), *([saver] if saver else [])],
+        enable_checkpointing=saver is not None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 2, **options},
+    )
+    trainer.fit(module, loader(), ckpt_path=path)
+
+
+def note(out: Path, name: str, module: Module) -> None:
+    rank = os.environ.get("RANK", "0")
+    (out / f"{name}.{rank}.json").write_text(json.dumps(module.seen))
+
+
+def main(out: Path, part: str) -> None:
+    runs: dict[str, dict[str, Any]] = {
+        "whole": {"save": "first"},
+        "resumed": {"path": out / "first" / "step=4.ckpt", "save": "second"},
+        "again": {"path": out / "second" / "step=8.ckpt"},
+        "from_one": {"path": out / "single" / "step=4.ckpt", "save": "third"},
+        "single": {"save": "single"},
+        "from_two": {"path": out / "third" / "step=6.ckpt"},
+    }
+    for name in part.split(","):
+        module = Module()
+        train(module, out, **runs[name])
+        note(out, name, module)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2])
