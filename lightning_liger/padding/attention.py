@@ -162,6 +162,19 @@ def attention_forward(
         PackingError: no boundaries, or an argument whose meaning is not known here.
         BackendError: the backend asked for by name cannot run this layer.
     """
+    return _attend(module, query, key, value, attention_mask, packed_call, kwargs), None
+
+
+@torch.compiler.disable  # what is traced of documents holds for these lengths only, and would be compiled for each batch
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_call: PackedCall | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
     name = type(module).__name__
     if packed_call is None:
         raise PackingError(f"{name} does not hand its keyword arguments to the attention function")
@@ -173,7 +186,8 @@ def attention_forward(
     asked = packed_call.backend
     if asked == "auto" and packed_call.attn_implementation.startswith("flash"):
         packed_call.attended(f"{packed_call.attn_implementation}, as the model was loaded")
-        return _original_function(module, packed_call)(module, query, key, value, None, **kwargs)
+        out: Tensor = _original_function(module, packed_call)(module, query, key, value, None, **kwargs)[0]
+        return out
     query, key, value = _autocast(query, key, value)
     given = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if given is None else given)
@@ -182,8 +196,8 @@ def attention_forward(
     backend = choose(asked, features, layout, query.device, packed_call.drop)
     packed_call.attended(backend.name)
     if backend.run is not None:
-        return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None], None
-    return _per_document(module, query, key, value, packed_call, features, kwargs)[None], None
+        return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None]
+    return _per_document(module, query, key, value, packed_call, features, kwargs)[None]
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

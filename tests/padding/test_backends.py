@@ -6,6 +6,7 @@ import copy
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_liger.padding.backends import choice, flex, registry
 from lightning_liger.padding.backends.documents import by_torch
 from lightning_liger.padding.backends.errors import BackendError
 from lightning_liger.padding.backends.features import Features
+from lightning_liger.padding.backends.page import main
 from lightning_liger.padding.backends.proof import LENGTHS, _inputs, per_document_reference, prove, small
 from lightning_liger.padding.backends.registry import BACKENDS, Backend, by_name
 from lightning_liger.padding.layout import Layout
@@ -492,3 +494,14 @@ def test_a_module_that_looks_at_its_padding_after_all_keeps_it() -> None:
     model.model.layers[0].register_forward_hook(look_around)
     report = compare(model, unmasked, batch(), batch(seed=1))
     assert report.packed_calls == 0 and "the first batch without a mask" in report.off[0]
+
+
+def test_the_documentation_has_the_table_of_the_registry(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    copied = tmp_path / "page.md"
+    copied.write_text(page.read_text())
+    assert main(["--write", str(copied)]) == 0
+    assert copied.read_text() == page.read_text(), (
+        "run: python -m lightning_liger.padding.backends.page --write docs/attention.md"
+    )
+    assert all(f"| `{b.name}` |" in page.read_text() for b in BACKENDS)

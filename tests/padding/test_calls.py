@@ -284,6 +284,21 @@ def test_compiled_models_are_right(what: str) -> None:
         assert report.applied == 0 and "torch.compile" in report.off[0]
 
 
+def test_compiled_layers_are_not_compiled_again_for_each_batch() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = causal("llama")
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    accelerate(model)
+    compiled = []
+    for n, lengths in enumerate([(7, 12, 4), (6, 9), (3, 4, 11), (5, 6), (8, 3, 10, 2)]):
+        model(**batch(lengths, seed=n)).loss.backward()
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[1] == compiled[-1]
+
+
 def test_models_that_share_one_config_do_not_disturb_each_other() -> None:
     student = causal()
     teacher = sharpened(hf.AutoModelForCausalLM.from_config(student.config)).eval()
