@@ -19,6 +19,7 @@ from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
 from lightning_liger.report import Report, printable
 from lightning_liger.settings import Settings, check_option_names
+from lightning_liger.token_weights import TokenWeights, check_weighable
 from lightning_liger.trees import callback_bases
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class LigerCallback(_Base):
         max_tokens_per_batch: Tokens per training batch, instead of a number of samples.
         length_fn: Tokens of a dataset sample.
         overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
+        loss_normalization: ``"batch"`` or ``"tokens"``.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verbose: Print the report after the first training step.
 
@@ -81,6 +83,7 @@ class LigerCallback(_Base):
         max_tokens_per_batch: int | None = None,
         length_fn: Callable[[Any], int] | None = None,
         overlong: str = "error",
+        loss_normalization: str = "batch",
         bf16: bool = True,
         verbose: bool = True,
     ) -> None:
@@ -95,6 +98,7 @@ class LigerCallback(_Base):
             max_tokens_per_batch=max_tokens_per_batch,
             length_fn=length_fn,
             overlong=overlong,
+            loss_normalization=loss_normalization,
             bf16=bf16,
             verbose=verbose,
         )
@@ -102,6 +106,7 @@ class LigerCallback(_Base):
         self._accelerated: Accelerated | None = None
         self._meter: Meter | None = None
         self._batches: TokenBatches | None = None
+        self._weights: TokenWeights | None = None
         self._batching = BatchingReport()
         self._progress: dict[str, Any] | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
@@ -151,6 +156,19 @@ class LigerCallback(_Base):
 
         self._wrap(strategy, "process_dataloader", process)
 
+    def _weigh_tokens(self, trainer: Any) -> None:
+        check_weighable(trainer)
+        self._weights = weights = TokenWeights()
+        plugin = trainer.precision_plugin
+        clip_gradients = plugin.clip_gradients
+
+        def clip(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            # under manual optimization the user clips before the step that would weigh
+            weights.before_step(optimizer, trainer)
+            clip_gradients(optimizer, *args, **kwargs)
+
+        self._wrap(plugin, "clip_gradients", clip)
+
     def _wrap(self, owner: Any, name: str, replacement: Any) -> None:
         self._wrapped.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, replacement)
@@ -178,6 +196,8 @@ class LigerCallback(_Base):
         self.report.begin_training()
         if self._batches is not None:
             self._batches.begin_training(trainer)
+        if self.settings.loss_normalization == "tokens":
+            self._weigh_tokens(trainer)
         self._meter = Meter(self.report.padding)
         self._first_batch = True
         self._logged = False
@@ -191,8 +211,16 @@ class LigerCallback(_Base):
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
             self._apply(trainer, pl_module)
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        if self._weights is not None:
+            self._weights.before_backward(loss, trainer.strategy.root_device)
+            if self._weights.off:
+                self.report.note(f"loss_normalization='tokens': {self._weights.off}")
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         settle_pending()
+        if self._weights is not None:
+            self._weights.before_step(optimizer, trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._batches is not None:

@@ -41,6 +41,8 @@ class Settings:
         length_fn: Tokens of a dataset sample, when ``max_tokens_per_batch`` cannot find them by itself.
         overlong: What becomes of samples of more than ``max_tokens_per_batch`` tokens: ``"error"``, ``"truncate"``,
             ``"skip"`` or ``"own_batch"``.
+        loss_normalization: ``"batch"``: Lightning's arithmetic, the mean over ranks and accumulated micro-batches of
+            each one's mean loss. ``"tokens"``: the mean over all their labels, as one big batch would have it.
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
         verbose: Print the report after the first training step.
@@ -58,6 +60,7 @@ class Settings:
     max_tokens_per_batch: int | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: str = "error"
+    loss_normalization: str = "batch"
     bf16: bool = True
     verbose: bool = True
 
@@ -69,6 +72,9 @@ class Settings:
         _one_of("attention", self.attention, _ATTENTION)
         _one_of("head_backend", self.head_backend, _HEAD_BACKENDS)
         check_choice(self.kernels)
+        _one_of("loss_normalization", self.loss_normalization, ("batch", "tokens"))
+        if self.loss_normalization == "tokens" and not self.fused_head:
+            raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")
         _one_of("overlong", self.overlong, _OVERLONG)
         budget = self.max_tokens_per_batch
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):

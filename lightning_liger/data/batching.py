@@ -67,7 +67,7 @@ class TokenBatches:
         # not two ranks may plan differently, whatever their generators or disks hold
         seed = strategy.broadcast(_seed())
         lengths = strategy.broadcast(self._lengths(loader) if strategy.is_global_zero else None)
-        ranks, rank = _data_parallel(strategy)
+        ranks, rank = data_parallel(strategy)
         sampler = TokenBatchSampler(
             self._without_overlong(epoch_order(loader, seed), lengths),
             lengths,
@@ -222,7 +222,7 @@ def _with_batch_sampler(loader: DataLoader[Any], sampler: TokenBatchSampler) -> 
     return made
 
 
-def _data_parallel(strategy: Any) -> tuple[int, int]:
+def data_parallel(strategy: Any) -> tuple[int, int]:
     """Number of ranks with data of their own, and which one this is."""
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
     return kwargs["num_replicas"], kwargs["rank"]

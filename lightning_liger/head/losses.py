@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_liger.head.choosing import choose
 from lightning_liger.head.lazy import LazyRows, View, handles
 from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
+from lightning_liger.head.means import mean_over
 from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
 from lightning_liger.head.per_row import Program, per_row
 from lightning_liger.head.rowwise import rowwise
@@ -146,7 +147,8 @@ def _labelled(
             losses = losses / weight.to(losses.dtype)[labels].sum()
     if reduction == "none":
         losses = losses.new_zeros(target.numel()).index_put((keep,), losses).view(target.shape)
-    return losses.to(_loss_dtype(input))
+    losses = losses.to(_loss_dtype(input))
+    return mean_over(losses, keep.numel()) if reduction == "mean" and weight is None else losses
 
 
 def _each_loss(input: LazyRows, target: Tensor, ignore_index: int, program: Program) -> Tensor:

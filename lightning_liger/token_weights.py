@@ -1,0 +1,113 @@
+"""The mean over tokens instead of the mean of means.
+
+Ranks and accumulated micro-batches hold different numbers of labels, and Lightning averages their losses as if they
+held as many. With ``loss_normalization="tokens"`` each gradient counts by its labels: in backward, it is multiplied by
+the labels of its micro-batch; before the optimizer steps, the sum is divided by the labels of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_liger.data.batching import data_parallel
+from lightning_liger.head.means import labels_of
+
+# A power of two, so that it costs no rounding: gradients keep about their size until they are divided.
+_UNIT = 1024.0
+
+
+class TokenWeights:
+    """Weighs the micro-batches of one training by their labels.
+
+    Attributes:
+        off: why losses are left as they are, or ``""``.
+    """
+
+    def __init__(self) -> None:
+        self.off = ""
+        self._decided = False
+        self._labels = 0
+        self._backwards = 0
+
+    def before_backward(self, loss: Tensor, device: torch.device) -> None:
+        """Let the gradient of ``loss`` count by its labels.
+
+        Raises:
+            RuntimeError: a loss that cannot be weighed, after others that were.
+        """
+        labels = labels_of(loss)
+        if not self._decided:
+            self._decided = True
+            # all ranks or none: a collective that every rank enters once, with its first batch
+            if float(_sum(float(labels is None), device)):
+                self.off = "the loss is no plain mean of a cross entropy through the fused head; it is left as it is"
+        if self.off:
+            return
+        if labels is None:
+            raise RuntimeError(
+                "loss_normalization='tokens' met a loss that is no plain mean of a cross entropy through the fused "
+                "head, after batches whose loss was. Use loss_normalization='batch' for such a module."
+            )
+        self._labels += labels
+        self._backwards += 1
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * (labels / _UNIT))
+
+    def before_step(self, optimizer: Any, trainer: Any) -> None:
+        """Divide what was accumulated by the labels of all micro-batches on all ranks.
+
+        Under manual optimization the user divides losses as they like: what they accumulate is taken as a mean with
+        equal weights, times a factor of theirs that is kept.
+        """
+        if self.off or not self._backwards:
+            return
+        strategy = trainer.strategy
+        labels = _sum(float(self._labels), strategy.root_device)
+        automatic = trainer.lightning_module.automatic_optimization
+        micro_batches = trainer.accumulate_grad_batches if automatic else self._backwards
+        self._labels = self._backwards = 0
+        # no label at all: the gradients are zero, or NaN as PyTorch's mean over nothing is, and stay so
+        factor = micro_batches * data_parallel(strategy)[0] * _UNIT / labels.clamp_min(1.0)
+        for gradients in _by_device(optimizer):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+
+
+def check_weighable(trainer: Any) -> None:
+    """Before the first step.
+
+    Raises:
+        ValueError: a strategy or a module whose gradients cannot be weighed.
+    """
+    if "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
+        raise ValueError(
+            "loss_normalization='tokens' cannot reach the gradients that DeepSpeed keeps. Use strategy='liger_fsdp' or "
+            "'ddp', or loss_normalization='batch'."
+        )
+    if len(trainer.optimizers) > 1:
+        raise ValueError(
+            f"loss_normalization='tokens' cannot tell which of {len(trainer.optimizers)} optimizers a loss is for. Use "
+            "loss_normalization='batch'."
+        )
+
+
+def _sum(value: float, device: torch.device) -> Tensor:
+    """Over all ranks; nothing waits for the device."""
+    total = torch.full((), value, dtype=torch.float32, device=device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def _by_device(optimizer: Any) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    return list(groups.values())
