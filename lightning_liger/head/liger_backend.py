@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.linear_cross_entropy import refuse_second_derivative
+from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
 from lightning_liger.head.tail import TailOp
 
 
@@ -61,8 +61,8 @@ class _LigerLinearCrossEntropy(torch.autograd.Function):
         refuse_second_derivative()
         # Liger's own backward scales the saved gradients in place, which a second backward would do again
         scaled = tuple(
-            None if g is None or dt is None else (g * grad).to(dt)
-            for g, dt in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if g is None else g.to(dt)
+            for g, dt in zip(handed_out(ctx.saved_tensors, grad), ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None, None)
 

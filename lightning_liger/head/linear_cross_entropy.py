@@ -14,18 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.head.chunks import row_chunks
+from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
+from lightning_liger.head.sums import WeightSum, sum_dtype
 from lightning_liger.head.tail import TailOp, tail_with_slopes
 
-# One chunk of logits. Large enough that dW is accumulated few times, small beside the model. On a CPU the
-# chunk should stay near the cache, on a GPU it should fill the matrix units.
-_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-_MIN_ROWS = {"cpu": 64, "cuda": 1024}
-
-
-def chunk_rows(vocab: int, device: torch.device, entry_bytes: int = 4) -> int:
-    """Rows per chunk, from a budget of memory rather than from the ratio of vocabulary to hidden size."""
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    return max(_MIN_ROWS[kind], _CHUNK_BYTES[kind] // (entry_bytes * vocab))
+# entries between the beginnings of two rows of logits: 128 bytes of bf16
+_ALIGNED = 64
 
 
 def head_product(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -94,9 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 rows, weight, bias, target, tail, smoothing, row_scale.contiguous(), dtype, wanted, triton
             )
         else:
-            # out of place: a second backward over a retained graph must find them unscaled
-            factor = grad * last
-            gradients = tuple(None if g is None else (g * factor).to(g.dtype) for g in ctx.saved_tensors)
+            gradients = handed_out(ctx.saved_tensors, grad * last, triton=triton)
         return (*gradients, None, None, None, None, None, None, None)
 
 
@@ -119,23 +112,26 @@ def _chunks(
     bias_c = None if bias is None else bias.detach().to(dtype)
     want = scale is not None
     d_rows = torch.empty_like(rows) if want and wanted[0] else None
-    step = chunk_rows(vocab, rows.device, dtype.itemsize if triton else 4)
-    d_weight = _Sum(weight, dtype, single=n <= step) if want and wanted[1] else None
     sums = sum_dtype(dtype)
     d_bias = torch.zeros(vocab, dtype=sums, device=rows.device) if want and bias is not None and wanted[2] else None
+    # one chunk needs no sums in fp32 beside the gradient that is given back
+    narrow = triton and want and wanted[1] and weight.dtype == dtype
+    spared = weight.numel() * (sums.itemsize - dtype.itemsize) if narrow else 0
+    parts = row_chunks(n, vocab, rows.device, dtype.itemsize if triton else 4, in_place=triton, spared=spared)
+    d_weight = WeightSum(weight, dtype, single=len(parts) == 1) if want and wanted[1] else None
+    logits = _LogitsBuffer(parts, vocab, dtype, rows.device) if triton else None
     chunk_loss = _triton_chunk if triton else _torch_chunk
     with torch.autocast(rows.device.type, enabled=False):
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
+        for part in parts:
             h = rows[part].detach().to(dtype)
-            z = torch.nn.functional.linear(h, weight_c, bias_c)
+            z = torch.nn.functional.linear(h, weight_c, bias_c) if logits is None else logits.of(h, weight_c, bias_c)
             row_scale = scale[part] if isinstance(scale, Tensor) else scale
             losses[part], gradient = chunk_loss(z, target[part], tail, smoothing, row_scale)
             del z
             if gradient is None:
                 continue
             if d_rows is not None:
-                d_rows[part] = gradient @ weight_c
+                _product_into(d_rows[part], gradient, weight_c)
             if d_weight is not None:
                 d_weight.add(gradient, h)
             if d_bias is not None:
@@ -145,6 +141,29 @@ def _chunks(
         None if d_weight is None else d_weight.value(),
         None if d_bias is None or bias is None else d_bias.to(bias.dtype),
     )
+
+
+class _LogitsBuffer:
+    """Memory for one chunk of logits after the other, in rows that begin where fast matrix products want them to."""
+
+    def __init__(self, parts: list[slice], vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        longest = max((p.stop - p.start for p in parts), default=0)
+        self._rows = torch.empty(longest, -(-vocab // _ALIGNED) * _ALIGNED, dtype=dtype, device=device)
+        self._vocab = vocab
+
+    def of(self, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``h @ weight.T + bias``, valid until the next call."""
+        z = self._rows[: h.shape[0], : self._vocab]
+        if bias is None:
+            return torch.mm(h, weight.T, out=z)
+        return torch.addmm(bias, h, weight.T, out=z)
+
+
+def _product_into(out: Tensor, gradient: Tensor, weight: Tensor) -> None:
+    if out.dtype == gradient.dtype:
+        torch.mm(gradient, weight, out=out)
+    else:
+        out.copy_(gradient @ weight)
 
 
 def _torch_chunk(
@@ -194,55 +213,6 @@ def scale_and_cap(tail: tuple[TailOp, ...]) -> tuple[float, float | None] | None
         else:
             outer *= op.factor
     return inner, outer
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over chunks are kept in: fp32 for bf16 and fp16, else ``dtype`` itself."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def refuse_second_derivative() -> None:
-    """Called in a backward: gradients of gradients are not recorded there.
-
-    Raises:
-        RuntimeError: with ``create_graph=True``.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "the fused LM head has no second derivative (backward with create_graph=True). Set fused_head=False."
-        )
-
-
-def add_product(total: Tensor, gradient: Tensor, h: Tensor) -> None:
-    """``total += gradient.T @ h``, ``(V, H)``, summed in ``total``'s dtype: bf16 sums lose what small gradients say."""
-    if total.dtype == gradient.dtype:
-        total.addmm_(gradient.T, h)
-    elif gradient.device.type == "cuda":
-        torch.addmm(total, gradient.T, h, out_dtype=total.dtype, out=total)
-    else:
-        total += gradient.T.to(total.dtype) @ h.to(total.dtype)
-
-
-class _Sum:
-    """The weight's gradient over chunks."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype, *, single: bool) -> None:
-        self._like = weight
-        self._sums = sum_dtype(dtype)
-        # one chunk is one product, which sums in fp32 by itself
-        self._single = single and weight.dtype == dtype
-        self._total: Tensor | None = None
-
-    def add(self, gradient: Tensor, h: Tensor) -> None:
-        if self._single:
-            self._total = gradient.T @ h
-            return
-        if self._total is None:
-            self._total = torch.zeros(self._like.shape, dtype=self._sums, device=self._like.device)
-        add_product(self._total, gradient, h)
-
-    def value(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
 def linear_cross_entropy(

@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_liger.head.linear_cross_entropy import add_product, chunk_rows, refuse_second_derivative, sum_dtype
+from lightning_liger.head.chunks import chunk_rows
+from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
+from lightning_liger.head.sums import add_product, sum_dtype
 from lightning_liger.head.tail import apply_tail
 from lightning_liger.head.view import Given, Mix, Source, View
 from lightning_liger.mirrored import ordinary
@@ -164,10 +166,8 @@ class _PerRow(torch.autograd.Function):
         if ctx.scale is not None:
             refuse_second_derivative()
             (grad,) = grads
-            # out of place: a second backward over a retained graph must find them unscaled
-            return (None,) * 4 + tuple(
-                None if g is None or grad is None else g * grad.to(g.dtype) for g in ctx.saved_tensors
-            )
+            assert grad is not None
+            return (None,) * 4 + handed_out(ctx.saved_tensors, grad)
         saved = ctx.saved_tensors  # once: checkpointing gives them out a single time
         inputs, extras = saved[: len(needs)], saved[len(needs) :]
         if torch.is_grad_enabled():  # create_graph=True: once more in full, differentiably

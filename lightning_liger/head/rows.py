@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.linear_cross_entropy import sum_dtype
+from lightning_liger.head.sums import sum_dtype
 
 
 class _TakeRows(torch.autograd.Function):

@@ -1,0 +1,44 @@
+"""How many rows of logits exist at a time: from a budget of memory, not from the ratio of vocabulary to hidden size."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# One chunk of logits. Large enough that dW is accumulated few times, small beside the model. On a CPU the
+# chunk should stay near the cache, on a GPU it should fill the matrix units.
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+_MIN_ROWS = {"cpu": 64, "cuda": 1024}
+# A kernel that works in place keeps one copy of a chunk where others keep several.
+_IN_PLACE = {"cpu": 1.0, "cuda": 1.5}
+# Rows of a matrix product are computed in tiles of so many.
+_TILE = {"cpu": 1, "cuda": 128}
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def chunk_rows(vocab: int, device: torch.device, entry_bytes: int = 4) -> int:
+    """The most rows in one chunk of ``(rows, vocab)`` logits."""
+    kind = _kind(device)
+    return max(_MIN_ROWS[kind], _CHUNK_BYTES[kind] // (entry_bytes * vocab))
+
+
+def row_chunks(
+    n: int, vocab: int, device: torch.device, entry_bytes: int, *, in_place: bool = False, spared: int = 0
+) -> list[slice]:
+    """``n`` rows in chunks as even as tiles allow: a small last one costs as much accumulation as a large one.
+
+    Args:
+        in_place: the chunk is the only tensor of its size.
+        spared: bytes of sums over chunks that a single chunk would not need.
+    """
+    kind = _kind(device)
+    limit = chunk_rows(vocab, device, entry_bytes)
+    limit = int(limit * _IN_PLACE[kind]) if in_place else limit
+    if n <= limit + spared // (entry_bytes * vocab):
+        return [slice(0, n)] if n else []
+    size = math.ceil(n / math.ceil(n / limit) / _TILE[kind]) * _TILE[kind]
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
