@@ -29,12 +29,20 @@ def handed_out(
 
     They are scaled where they are, unless the graph is kept: a second backward must find them as they were saved.
     """
+    if _is_batched(factor):
+        return tuple(None if g is None else (g * factor).to(g.dtype) for g in gradients)
     kept = torch._C._autograd._get_current_graph_task_keep_graph()
     found = tuple(g.clone() if kept and g is not None else g for g in gradients)
     for gradient in found:
         if gradient is not None:
             _scale(gradient, factor, triton)
     return found
+
+
+def _is_batched(factor: Tensor) -> bool:
+    """Whether ``is_grads_batched`` asks for several multiples at once."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_legacy_batchedtensor(factor) or functorch.is_batchedtensor(factor))
 
 
 def _scale(gradient: Tensor, factor: Tensor, triton: bool) -> None:

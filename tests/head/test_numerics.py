@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lazy_cases import Case, assert_same, case, close
 from torch import Tensor
 
+from lightning_liger.head import chunks
 from lightning_liger.head.lazy import Head, LazyRows
 from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
 from lightning_liger.report import HeadReport
@@ -96,6 +97,69 @@ def test_weight_gradients_of_many_bf16_chunks() -> None:
         low[1].grad = None
         function().backward()
         assert error(low[1].grad) <= plain * 1.2 < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_many_times(dtype: torch.dtype) -> None:
+    """Each backward scales what the forward saved by its own factor, in fp32, and only the last may use it up."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(n, 32, generator=generator).to(dtype).requires_grad_() for n in (64, 50)]
+    labels = torch.randint(0, 50, (64,), generator=generator)
+    head = Head(leaves[1], None, dtype, "torch", HeadReport("head"))
+    z = LazyRows.logits(leaves[0], head).float()
+    losses = [F.cross_entropy(z, labels), F.cross_entropy(z, labels, weight=torch.linspace(0.5, 1, 50))]
+    if dtype == torch.float32:  # in bf16 the logits' own gradients, most of them -1, are rounded after the scaling
+        losses.append(F.cross_entropy(z, labels, reduction="none").sum())
+    for loss in losses:
+        (whole,) = torch.autograd.grad(loss, leaves[1], retain_graph=True)
+        kept = whole.clone()
+        for factor, keep in ((1 / 3, True), (0.7, True), (1 / 3, False)):
+            (part,) = torch.autograd.grad(loss * factor, leaves[1], retain_graph=keep)
+            ratio = float((part.double() * kept.double()).sum() / kept.double().square().sum())
+            assert ratio == pytest.approx(factor, rel=1e-5 if dtype == torch.float32 else 5e-4)
+        assert torch.equal(whole, kept)
+
+
+def test_several_backwards_at_once() -> None:
+    c = case()
+    loss = F.cross_entropy(c.lazy().flatten(0, 1), torch.arange(15) % 9)
+    (once,) = torch.autograd.grad(loss, c.weight, retain_graph=True)
+    factors = torch.tensor([1.0, 2.0], dtype=loss.dtype)
+    (found,) = torch.autograd.grad(loss, c.weight, factors, is_grads_batched=True)
+    torch.testing.assert_close(found, torch.stack((once, 2 * once)))
+
+
+def test_two_losses_and_accumulation() -> None:
+    """Gradients that one backward gave away are not written to by the next."""
+
+    def steps(x: Tensor, y: Tensor) -> Tensor:
+        first = F.cross_entropy(x.flatten(0, 1), torch.arange(15) % 9)
+        second = F.cross_entropy(y.flatten(0, 1), torch.arange(15) % 7, reduction="sum", label_smoothing=0.1)
+        return first / 4 + 0.3 * second - F.cross_entropy(x[:, 1:].transpose(1, 2), torch.zeros(3, 4).long())
+
+    c = case()
+    assert_same([c, Case(c.hidden, c.weight, c.bias)], steps, fused=True)
+    for leaf in c.leaves:
+        leaf.grad = None
+    for factor in (1.0, 0.5):
+        (F.cross_entropy(c.lazy().flatten(0, 1), torch.arange(15) % 9) * factor).backward()
+    found = [leaf.grad for leaf in c.leaves]
+    expected = torch.autograd.grad(F.cross_entropy(c.ordinary().flatten(0, 1), torch.arange(15) % 9), c.leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, 1.5 * b)
+
+
+def test_chunks_are_even_and_fit_their_budget() -> None:
+    cuda, vocab = torch.device("cuda"), 151_936
+    for n in (1, 1023, 2048, 4096, 5000, 16384, 65536, 70001):
+        for spared in (0, 272 << 20):
+            parts = chunks.row_chunks(n, vocab, cuda, 2, in_place=True, spared=spared)
+            sizes = [p.stop - p.start for p in parts]
+            assert sum(sizes) == n and [p.start for p in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
+            assert max(sizes) * vocab * 2 <= (3 << 29) + spared + 128 * vocab * 2
+            assert min(sizes) >= max(sizes) - 128 * len(sizes)
+    assert [p.stop for p in chunks.row_chunks(16384, vocab, cuda, 2, in_place=True)] == [4096, 8192, 12288, 16384]
+    assert chunks.row_chunks(0, vocab, cuda, 2) == []
 
 
 def test_repeated_rows_add_up_in_fp32() -> None:
