@@ -22,6 +22,7 @@ from lightning_liger.padding.backends.choice import choose
 from lightning_liger.padding.backends.documents import by_model, by_torch, plain
 from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.backends.features import Features
+from lightning_liger.padding.backends.registry import Backend
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import Rebound
 from lightning_liger.report import PaddingReport
@@ -39,6 +40,7 @@ class PackedCall:
     backend: str
     report: PaddingReport
     asks: set[str] = field(default_factory=set)
+    chosen: dict[object, tuple[Features, Backend]] = field(default_factory=dict)
 
     def attended(self, backend: str) -> None:
         """A layer has used this backend."""
@@ -191,9 +193,12 @@ def _attend(
     query, key, value = _autocast(query, key, value)
     given = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if given is None else given)
-    features = Features.of(query, key, value, causal, kwargs).within(max(layout.lengths))
-    packed_call.asks.update(features.asked())
-    backend = choose(asked, features, layout, query.device, packed_call.drop)
+    signature = Features.signature(query, key, value, causal, kwargs)
+    if signature not in packed_call.chosen:
+        wanted = Features.of(query, key, value, causal, kwargs).within(max(layout.lengths))
+        packed_call.asks.update(wanted.asked())
+        packed_call.chosen[signature] = wanted, choose(asked, wanted, layout, query.device, packed_call.drop)
+    features, backend = packed_call.chosen[signature]
     packed_call.attended(backend.name)
     if backend.run is not None:
         return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None]

@@ -177,6 +177,23 @@ def test_models_keep_documents_apart(name: str, kind: str) -> None:
     assert not torch.equal(before[1][real[1]], after[1][real[1]])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["varlen", "flex"])
+def test_checkpointed_layers_are_recomputed_alike(name: str, reentrant: bool, tmp_path: Path) -> None:
+    """The proof runs inside of the first checkpointed layer, whose saved tensors are counted."""
+    for cache in (choice._PROVED, choice._CHOSEN):
+        cache.clear()
+    model = _model("qwen2")
+    expected = _fit(model, "bf16-true", [LigerCallback(attention=name, verbose=False)], tmp_path)
+    for cache in (choice._PROVED, choice._CHOSEN):
+        cache.clear()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = _fit(model, "bf16-true", [LigerCallback(attention=name, verbose=False)], tmp_path)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-3)
+    assert _distance(found.gradients, expected.gradients) < 1e-2
+
+
 def test_mixed_precision_takes_a_kernel(tmp_path: Path) -> None:
     """Autocast leaves normalised queries and keys in fp32; attention is still computed in bf16."""
     import transformers as hf

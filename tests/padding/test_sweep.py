@@ -24,6 +24,8 @@ PACKED = [
     ("causal", "gemma2"),  # soft-cap
     ("causal", "mixtral"),  # experts
     ("causal", "gpt2"),  # learned positions
+    ("causal", "gpt_oss"),  # attention sinks
+    ("causal", "qwen3"),  # normalised queries and keys
     ("causal", "gemma4_text"),  # head sizes that differ between layers
     ("causal", "deepseek_v3"),  # latent attention
     ("causal", "electra"),  # an encoder made causal, with a head of several layers
@@ -37,6 +39,7 @@ PADDED = [
     ("causal", "jamba"),  # hybrid
     ("causal", "recurrent_gemma"),  # recurrent
     ("causal", "llama4_text"),  # chunks
+    ("causal", "mbart"),  # a decoder whose positions begin behind an offset
     ("masked", "bart"),  # encoder and decoder
     ("masked", "deberta"),  # relative bias
 ]

@@ -13,6 +13,8 @@ HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", 
 HARMLESS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "return_dict", "num_items_in_batch"}
 HARMLESS |= {"deterministic", "output_router_logits", "position_embeddings", "cache", "past_key_values", "token_type"}
 _UNDERSTOOD = HARMLESS | {"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux"}
+_FOREIGN = _UNDERSTOOD - {"sliding_window"}  # where it is not one number
+_NUMBERS = ("sliding_window", "softcap", "scaling", "dropout")
 OTHER_VALUES = "values of another head size than keys"
 
 
@@ -54,6 +56,7 @@ class Features:
         """Read ``(1, heads, T, size)`` tensors and the keywords of an attention function of transformers."""
         device = query.device
         given = {k: v for k, v in arguments.items() if v is not None}
+        window = given.get("sliding_window")
         return Features(
             device=device.type,
             dtype=query.dtype,
@@ -63,13 +66,25 @@ class Features:
             kv_heads=key.shape[1],
             capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
             causal=causal,
-            window=int(given["sliding_window"]) if "sliding_window" in given else None,
+            window=window if isinstance(window, int) else None,
             softcap=float(given["softcap"]) if given.get("softcap") else None,
             sinks="s_aux" in given,
             dropout=float(given.get("dropout", 0.0)),
             scale=float(given["scaling"]) if "scaling" in given else None,
-            other=tuple(sorted(given.keys() - _UNDERSTOOD)),
+            other=tuple(
+                sorted(given.keys() - (_UNDERSTOOD if window is None or isinstance(window, int) else _FOREIGN))
+            ),
         )
+
+    @staticmethod
+    def signature(
+        query: Tensor, key: Tensor, value: Tensor, causal: bool, arguments: dict[str, Any]
+    ) -> tuple[object, ...]:
+        """Equal for calls of equal :meth:`of`, and quicker: layers of one model ask for the same again and again."""
+        other = tuple(k for k, v in arguments.items() if v is not None and k not in _UNDERSTOOD)
+        numbers = tuple(str(v) if isinstance(v := arguments.get(n), (list, tuple)) else v for n in _NUMBERS)
+        shapes = (query.shape, key.shape, value.shape[-1], query.dtype)
+        return (*shapes, causal, arguments.get("s_aux") is None, *numbers, other)
 
     def within(self, longest: int) -> Features:
         """The same without a window that no document of up to ``longest`` tokens is long enough to notice."""
