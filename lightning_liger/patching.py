@@ -22,13 +22,18 @@ _BYPASS: ContextVar[str | None] = ContextVar("lightning_liger_bypass", default=N
 
 
 @contextmanager
-def bypass(reason: str) -> Iterator[None]:
-    """Inside this context every rebound method runs the original code."""
+def bypass(reason: str | None) -> Iterator[None]:
+    """Inside this context every rebound method runs the original code; None ends an outer one."""
     token = _BYPASS.set(reason)
     try:
         yield
     finally:
         _BYPASS.reset(token)
+
+
+def bypass_reason() -> str | None:
+    """Why replacements are bypassed here; None where they run."""
+    return _BYPASS.get()
 
 
 class Switch:
