@@ -7,7 +7,7 @@ memory. Whatever else an initialiser writes to is ``meta`` there, so that nothin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 
 @torch.no_grad()
-def initial_values(module: nn.Module, wanted: Collection[str]) -> dict[str, Tensor]:
+def initial_values(
+    module: nn.Module,
+    wanted: Collection[str],
+    fallback: Callable[[nn.Module, Collection[str]], dict[str, Tensor]] = lambda module, missing: {},
+) -> dict[str, Tensor]:
     """What a build on the CPU would have put into tensors of ``module``.
 
     The order of construction is followed: for each module, submodules first, ``reset_parameters()``, then
@@ -44,6 +48,7 @@ def initial_values(module: nn.Module, wanted: Collection[str]) -> dict[str, Tens
     Args:
         module: holds the tensors, on ``meta`` or sharded; it is not changed.
         wanted: paths of parameters, buffers or tensor attributes.
+        fallback: answers with values for what no initialiser wrote to, or for a part of it.
 
     Returns:
         path -> tensor on the CPU, of the shape and dtype of the one it is for.
@@ -56,7 +61,9 @@ def initial_values(module: nn.Module, wanted: Collection[str]) -> dict[str, Tens
     with torch.random.fork_rng(devices=[]):
         _construct(copied, shadow.holders)
         _adapters(copied, shadow.holders)
-    missing = [path for path in wanted if path not in shadow.made or shadow.untouched(path)]
+        missing = [path for path in wanted if shadow.untouched(path)]
+        shadow.made.update(fallback(module, missing) if missing else {})
+    missing = [path for path in missing if shadow.untouched(path)]
     if missing:
         kinds = sorted({_owner_kind(module, path) for path in missing})
         raise Uninitialised(
@@ -122,7 +129,9 @@ class _Shadow:
         return made
 
     def untouched(self, path: str) -> bool:
-        tensor = self.made[path]
+        tensor = self.made.get(path)
+        if tensor is None:
+            return True
         if tensor.is_floating_point() or tensor.is_complex():
             return bool(tensor.isnan().any())
         if tensor.dtype == torch.bool:
@@ -172,7 +181,9 @@ def _takes(module: nn.Module, name: str, count: int) -> bool:
     if not callable(method):
         return False
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return len(required) == count
 
 

@@ -13,7 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_liger.parallel.initialize import Uninitialised, initial_values, tensors_of
-from lightning_liger.parallel.pretrained import Unloadable, checkpoint_values, named_checkpoint, pretrained_models
+from lightning_liger.parallel.pretrained import (
+    Unloadable,
+    built_values,
+    checkpoint_values,
+    disown_uninitialised,
+    named_checkpoint,
+    pretrained_models,
+)
 
 
 class Materializer:
@@ -39,6 +46,7 @@ class Materializer:
         self._kept: list[Tensor] = []  # ids are only good while their tensors live
         self._values: dict[str, Tensor] = {}
         self._real: dict[int, Tensor] = {}
+        disown_uninitialised(module)
         for path, _, _, tensor in tensors_of(module):
             if is_meta(tensor) and id(tensor) not in self._paths:
                 self._paths[id(tensor)] = path
@@ -84,7 +92,7 @@ class Materializer:
                 notes.append(f"{path}: not in {source}, newly initialised: {', '.join(missing[:8])}")
         left = [path for path in wanted if path not in self._values]
         if left:
-            self._values.update(initial_values(module, left))
+            self._values.update(initial_values(module, left, fallback=built_values))
             if len(left) == len(wanted):
                 notes.append(f"{len(left)} tensors built on meta got their values from the model's own initialisers")
         return notes
@@ -120,15 +128,22 @@ class Materializer:
 
     @torch.no_grad()
     def fill_sharded(self, module: nn.Module, device: torch.device) -> None:
-        """The same for parts that were sharded on ``meta`` by the user's code: each rank receives its pieces.
+        """The same for what was sharded on ``meta`` by the user's code: each rank receives its pieces.
 
         A collective, to be called once every group is made.
         """
-        pieces = {path: t for path, _, _, t in tensors_of(module) if isinstance(t, DTensor) and is_meta(t)}
-        if not pieces:
+        if not self._paths:
             return
+        for _, owner, name, tensor in list(tensors_of(module)):
+            if is_meta(tensor) and not isinstance(tensor, DTensor):
+                is_new = id(tensor) not in self._real
+                made = self._made(tensor, device)
+                _put(owner, name, made)
+                if is_new and dist.is_initialized():
+                    dist.broadcast(made.data, src=0)
+        pieces = {path: t for path, _, _, t in tensors_of(module) if isinstance(t, DTensor) and is_meta(t)}
         first = {path: self._paths[id(t)] for path, t in pieces.items()}
-        module._apply(lambda t: torch.empty_like(t, device=device) if is_meta(t) else t)
+        module._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) and is_meta(t) else t)
         placed: dict[str, DTensor] = {}
         for path, owner, name, tensor in list(tensors_of(module)):
             if path not in first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection
 from typing import Any
@@ -57,7 +58,10 @@ def checkpoint_values(model: Any, source: str, wanted: Collection[str]) -> tuple
     try:
         with torch.random.fork_rng(devices=[]):
             loaded, info = kind.from_pretrained(
-                source, config=type(model.config).from_dict(model.config.to_dict()), dtype="auto", output_loading_info=True
+                source,
+                config=type(model.config).from_dict(model.config.to_dict()),
+                dtype="auto",
+                output_loading_info=True,
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise Unloadable(
@@ -81,6 +85,39 @@ def checkpoint_values(model: Any, source: str, wanted: Collection[str]) -> tuple
             )
         values[path] = held[name].detach()
     return values, sorted(missing & set(wanted))
+
+
+def built_values(module: nn.Module, wanted: Collection[str]) -> dict[str, Tensor]:
+    """Values from a second, complete build of the transformers models that hold them, on the CPU.
+
+    For the few architectures whose constructors write what their initialisers pass over. One more copy in host memory.
+    """
+    values: dict[str, Tensor] = {}
+    for path, model in pretrained_models(module, wanted).items():
+        prefix = f"{path}." if path else ""
+        built = _plain_class(model)._from_config(copy.deepcopy(model.config))  # type: ignore[attr-defined]
+        held = {name: tensor.detach() for name, _, _, tensor in tensors_of(built)}
+        for name in wanted:
+            inside = _WRAPPERS.sub("", name.removeprefix(prefix))
+            if name.startswith(prefix) and inside in held:
+                values[name] = held[inside]
+    return values
+
+
+def disown_uninitialised(module: nn.Module) -> None:
+    """Put on ``meta`` what a transformers model allocated past ``torch.device("meta")`` and has never written to.
+
+    Legacy constructors such as ``torch.FloatTensor(2, 3)`` do not know the device context, under which transformers
+    skips its initialisation.
+    """
+    for model in pretrained_models(
+        module, [p for p, _, _, t in tensors_of(module) if t.device.type == "meta"]
+    ).values():
+        for _, owner, name, tensor in list(tensors_of(model)):
+            own = type(owner).__module__.startswith("transformers.")
+            written = any(getattr(holder, "_is_hf_initialized", False) for holder in (owner, tensor))
+            if own and not written and type(tensor) is nn.Parameter and tensor.device.type != "meta":
+                owner._parameters[name] = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
 
 
 def _first_line(error: Exception) -> str:

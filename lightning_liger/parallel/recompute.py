@@ -177,7 +177,9 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _inside_checkpoint() -> bool:
     """Whether a non-reentrant checkpoint around this call packs what autograd saves."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__qualname__", "").startswith(("_checkpoint_hook", "_recomputation_hook"))
+    return top is not None and getattr(top[0], "__qualname__", "").startswith(
+        ("_checkpoint_hook", "_recomputation_hook")
+    )
 
 
 def _only_grows(cache: Any) -> bool:

@@ -146,7 +146,7 @@ class Half(nn.Module):
 
 
 def test_half_written_is_not_written() -> None:
-    with pytest.raises(Uninitialised, match="0.weight"):
+    with pytest.raises(Uninitialised, match=r"0\.weight"):
         filled(lambda: nn.Sequential(Half()))
 
 
