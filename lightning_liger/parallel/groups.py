@@ -6,7 +6,7 @@ the first forward, which fixes the root, by hand. Checked with torch 2.11 to 2.1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,50 @@ def begin_as_root(part: FSDPModule) -> None:
 def finish_backward(part: FSDPModule) -> None:
     """Called in a backward: reduce the gradients of every group of the root ``part`` when it is over."""
     _state(part)._register_root_post_backward_final_callback()
+
+
+def stay_gathered(part: FSDPModule) -> Callable[[], None]:
+    """Keep ``part`` whole after its forward passes from now on; what is returned takes that back.
+
+    ``set_reshard_after_forward`` does the first half, but says nothing about what was set before.
+    """
+    before = [(group, group.post_forward_mesh_info) for group in _groups(part)]
+
+    def restore() -> None:
+        for group, info in before:
+            group.post_forward_mesh_info = info
+
+    for group, _ in before:
+        group.post_forward_mesh_info = None
+    return restore
+
+
+def noted_passes(parts: Iterable[FSDPModule]) -> Callable[[], None]:
+    """What is returned makes FSDP forget the forward passes that ran since.
+
+    It notes their order, with or without gradients, and prefetches by it in the next backward: ranks that ran passes of
+    their own would gather in different orders, and thousands of decoding steps would fill memory.
+    """
+    groups = [group for part in parts for group in _groups(part)]
+    orders = {id(g.comm_ctx.post_forward_order): g.comm_ctx.post_forward_order for g in groups}
+    lists = [*orders.values(), *(g._post_forward_indices for g in groups)]
+    lengths = [len(entries) for entries in lists]
+
+    def forget() -> None:
+        for entries, length in zip(lists, lengths, strict=True):
+            del entries[length:]
+
+    return forget
+
+
+def whole_and_shard(parameter: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's piece of a gathered parameter, and the shard that it was gathered from, in the first one's dtype."""
+    shard = parameter._sharded_local_tensor.detach()
+    whole = parameter._unsharded_param.detach()
+    dimension, info = parameter.fsdp_placement.dim, parameter.mesh_info
+    pieces = torch.chunk(whole, info.shard_mesh_size, dim=dimension)
+    piece = pieces[info.shard_mesh_rank] if info.shard_mesh_rank < len(pieces) else whole.narrow(dimension, 0, 0)
+    return piece, shard.to(piece.device, piece.dtype).reshape(piece.shape)
 
 
 def _state(part: FSDPModule) -> Any:
