@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.data.batching import TokenBatches
-from lightning_liger.data.planner import Cost
+from lightning_liger.data.cost import cost_of
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.foreign_strategies import fit_to_strategy
 from lightning_liger.head.pending import settle_pending
@@ -143,7 +143,11 @@ class LigerCallback(_Base):
         settings, strategy = self.settings, trainer.strategy
         assert settings.max_tokens_per_batch is not None
         batches = TokenBatches(
-            settings.max_tokens_per_batch, settings.length_fn, settings.overlong, Cost(), self._batching
+            settings.max_tokens_per_batch,
+            settings.length_fn,
+            settings.overlong,
+            functools.partial(cost_of, pl_module),
+            self._batching,
         )
         if self._progress is not None:
             batches.load_state_dict(self._progress)

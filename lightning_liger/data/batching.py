@@ -18,6 +18,7 @@ from lightning_liger.data.order import epoch_order
 from lightning_liger.data.planner import Cost, Ints
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.data.sampler import Place, Share, TokenBatchSampler
+from lightning_liger.data.stream import AgreeingLoader, packed_stream
 
 OVERLONG = ("error", "truncate", "skip", "own_batch")
 
@@ -38,7 +39,7 @@ class TokenBatches:
         budget: int,
         length_fn: Callable[[Any], int] | None,
         overlong: str,
-        cost: Cost,
+        cost: Callable[[], Cost],
         report: BatchingReport,
     ) -> None:
         self.budget = budget
@@ -55,14 +56,16 @@ class TokenBatches:
     # -- loaders ---------------------------------------------------------------------------------------------------
 
     def rebuild(self, loader: Any, strategy: Any, epoch: int) -> Any:
-        """The training loader with batches by token count; anything that is no ``DataLoader`` as it is.
+        """The training loader with batches by token count; anything that is no ``DataLoader`` stays as it is.
 
         Raises:
             ValueError: samples over the budget, or a loader whose batches are not its own to make.
         """
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            self.report.refuse(f"{type(loader).__name__} over a stream keeps its batches")
+        if not isinstance(loader, DataLoader):
+            self.report.refuse(f"a {type(loader).__name__} is no DataLoader and keeps its batches")
             return loader
+        if isinstance(loader.dataset, IterableDataset):
+            return self._stream(loader)
         before = len(loader)
         # not two ranks may plan differently, whatever their generators or disks hold
         seed = strategy.broadcast(_seed())
@@ -74,7 +77,7 @@ class TokenBatches:
             Share(ranks, self.budget),
             rank=rank,
             seed=seed,
-            cost=self._cost,
+            cost=self._cost(),
         )
         self._samplers.append(sampler)
         self._place = Place(epoch, 0)
@@ -92,6 +95,20 @@ class TokenBatches:
         tokens = int(np.minimum(lengths, self.budget).sum())
         self.report.fill = tokens / (len(sampler) * ranks * self.budget)
         return made
+
+    def _stream(self, loader: DataLoader[Any]) -> AgreeingLoader:
+        if loader.batch_size is None:
+            raise ValueError(
+                "max_tokens_per_batch needs single samples, and this stream makes its own batches "
+                "(DataLoader(batch_size=None)). Let it yield samples, or leave max_tokens_per_batch out."
+            )
+        self.report.streams += 1
+        self.report.budget = self.budget
+        overlong = "own_batch" if self._overlong == "truncate" else self._overlong
+        if self._overlong == "truncate":
+            loader = copy.copy(loader)
+            loader.collate_fn = Truncating(loader.collate_fn, self.budget)
+        return packed_stream(loader, self.budget, self._length_fn, overlong)
 
     def _lengths(self, loader: DataLoader[Any]) -> Ints:
         lengths = sample_lengths(loader, self._length_fn, show_progress=True)

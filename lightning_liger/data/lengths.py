@@ -158,9 +158,16 @@ class _Counting:
         self.length_fn = length_fn
 
     def __call__(self, samples: list[Any]) -> list[int]:
-        if self.length_fn is not None:
-            return [int(self.length_fn(sample)) for sample in samples]
-        return [tokens_of(self.collate([sample])) for sample in samples]
+        return [count_tokens(sample, self.collate, self.length_fn) for sample in samples]
+
+
+def count_tokens(sample: Any, collate: Callable[[list[Any]], Any], length_fn: Callable[[Any], int] | None) -> int:
+    """Tokens of one dataset sample.
+
+    Raises:
+        NoLength: without ``length_fn``, if its collated batch holds none.
+    """
+    return int(length_fn(sample)) if length_fn is not None else tokens_of(collate([sample]))
 
 
 def tokens_of(batch: Any) -> int:

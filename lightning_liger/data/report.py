@@ -17,6 +17,7 @@ class BatchingReport:
         steps_before: batches per epoch and rank that the user's loader would have made.
         steps: batches per epoch and rank now.
         fill: share of the budget that batches use, over an epoch.
+        streams: loaders over streams, whose steps nobody knows.
         off: loaders that keep their batches, and why.
     """
 
@@ -27,6 +28,7 @@ class BatchingReport:
     steps_before: int = 0
     steps: int = 0
     fill: float = 0.0
+    streams: int = 0
     off: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str) -> None:
@@ -41,10 +43,13 @@ class BatchingReport:
             "steps_before": self.steps_before,
             "steps": self.steps,
             "fill": self.fill,
+            "streams": self.streams,
             "off": list(self.off),
         }
 
     def rows(self) -> list[tuple[str, str, str]]:
+        if self.streams and not self.steps:
+            return [(TITLE, f"{self.streams} stream{'' if self.streams == 1 else 's'}", f"{self.budget:,} tokens")]
         if not self.steps:
             return []
         did = f"{self.steps:,} steps per epoch instead of {self.steps_before:,}; batches {self.fill:.0%} full"

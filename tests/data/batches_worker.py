@@ -14,12 +14,14 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from test_training import BUDGET, Module, loader
+from test_streams import Stream
+from test_training import BUDGET, Module, loader, numbered
+from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback
 
 
-def train(module: Module, out: Path, *, path: Any = None, save: str = "", budget: int = BUDGET, **options: Any) -> None:
+def train(module: Module, out: Path, *, path: Any = None, save: str = "", data: Any = None, **options: Any) -> None:
     L.seed_everything(3, verbose=False)
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     saver = ModelCheckpoint(out / save, "{step}", every_n_train_steps=2, save_top_k=-1) if save else None
@@ -28,14 +30,14 @@ def train(module: Module, out: Path, *, path: Any = None, save: str = "", budget
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
-        callbacks=[LigerCallback(verbose=False, max_tokens_per_batch=budget), *([saver] if saver else [])],
+        callbacks=[LigerCallback(verbose=False, max_tokens_per_batch=BUDGET), *([saver] if saver else [])],
         enable_checkpointing=saver is not None,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"max_epochs": 2, **options},
     )
-    trainer.fit(module, loader(), ckpt_path=path)
+    trainer.fit(module, loader() if data is None else data, ckpt_path=path)
 
 
 def note(out: Path, name: str, module: Module) -> None:
@@ -52,6 +54,13 @@ def main(out: Path, part: str) -> None:
         "single": {"save": "single"},
         "from_two": {"path": out / "third" / "step=6.ckpt"},
     }
+    if "uneven" in part:
+        module = Module()
+        rank = int(os.environ["RANK"])
+        stream = DataLoader(Stream(40 - 25 * rank), batch_size=4, collate_fn=numbered)
+        train(module, out, data=stream)
+        note(out, "uneven", module)
+        part = part.replace(",uneven", "")
     for name in part.split(","):
         module = Module()
         train(module, out, **runs[name])

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # one rank is this process: starting two others is most of the time it takes
     out = tmp_path_factory.mktemp("ranks")
     batches_worker.main(out, "single")
-    launch(out, "whole,resumed,again,from_one")
+    launch(out, "whole,resumed,again,from_one,uneven")
     batches_worker.main(out, "from_two")
     return out
 
@@ -76,3 +76,12 @@ def test_goes_on_with_the_rest_on_another_number_of_ranks(runs: Path) -> None:
     assert sorted(samples(epoch(last, 1))) == list(range(60))
     assert sorted(samples(one[:4]) + samples(epoch(two, 0))) == list(range(60))
     assert sorted(samples(epoch(two, 1))) == list(range(60))
+
+
+def test_a_stream_that_runs_dry_ends_the_epoch_for_all(runs: Path) -> None:
+    """Rank 1 has 15 samples to rank 0's 40: it trains on all of them, and nobody hangs."""
+    for number in (0, 1):
+        steps = epoch(seen(runs, "uneven", 2), number)
+        assert sorted(i for step in steps for i in step[1][1]) == list(range(15))
+        first = [i for step in steps for i in step[0][1]]
+        assert 0 < len(first) == len(set(first)) < 40
