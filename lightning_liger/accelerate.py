@@ -153,6 +153,8 @@ class Accelerated:
                 report.refuse(f"{name} {_COMPILED}" if model in compiled else f"{name}: its layers are compiled")
                 continue
             packed.append(decoder)
+            if callable(getattr(type(model), "generate", None)):
+                self._bind(model, BypassedGenerate)
             for table in decoder.embeddings:
                 self._bind(table, PackedEmbedding)
             for block in decoder.blocks:

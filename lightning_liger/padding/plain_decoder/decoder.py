@@ -20,9 +20,11 @@ from lightning_liger.padding.boundary import _in_pieces
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
 from lightning_liger.padding.plain_decoder.layouts import propose_layout, token_ids
+from lightning_liger.padding.plain_decoder.multihead import UnreadTensor
 from lightning_liger.padding.plain_decoder.padded_run import Attribute, DecoderRun
 from lightning_liger.padding.plain_decoder.proof import disagreement
 from lightning_liger.padding.plain_decoder.ragged import (
+    OUTSIDE,
     RaggedTensor,
     Unpackable,
     gather,
@@ -66,7 +68,7 @@ class PackedDecoder(Rebound):
         self._sharded: bool | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _RUN.get() is not None:
+        if torch.compiler.is_compiling() or _RUN.get() is not None or torch._C._are_functorch_transforms_active():
             return self.original(*args, **kwargs)
         extra = (f"argument {i}" for i in range(len(args)))
         call = {**dict(zip((*self._names, *extra), args, strict=False)), **kwargs}
@@ -134,11 +136,12 @@ class PackedDecoder(Rebound):
             PackingError: it cannot be.
         """
         run = DecoderRun(self, args, kwargs, layout, self.backend)
-        token = _RUN.set(run)
+        token, outside = _RUN.set(run), OUTSIDE.set(run.outside)
         try:
             output = _leave(run, self.original(*args, **kwargs), ())
         finally:
             _RUN.reset(token)
+            OUTSIDE.reset(outside)
             run.active = False
         if not run.embedded:
             raise Unpackable("its tokens do not go through an nn.Embedding as they were passed")
@@ -218,6 +221,8 @@ def _leave(run: DecoderRun, value: Any, path: tuple[Any, ...]) -> Any:
         if any(getattr(leaf, "path", ())[:1] == ("inside",) for leaf in value.view_.leaves()):
             raise Unpackable("it returns a part of its hidden states")
         return value
+    if isinstance(value, UnreadTensor):
+        raise Unpackable("it returns attention weights")
     if isinstance(value, (str, bytes, int, float, Tensor, type(None))):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

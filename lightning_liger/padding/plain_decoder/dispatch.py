@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_liger.padding.plain_decoder.ragged import (
+    OUTSIDE,
     RaggedTensor,
     Unpackable,
     is_outside_blocks,
@@ -16,6 +20,11 @@ from lightning_liger.padding.plain_decoder.ragged import (
 )
 
 T = Tensor
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+# Whether every call is looked at for what only shows in backward.
+WATCHED: ContextVar[bool] = ContextVar("lightning_liger_watched", default=False)
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 
@@ -59,9 +68,24 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _OWN:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if WATCHED.get():
+        _refuse_functions()
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return _unknown(func, args, kwargs) if result is NotImplemented else result
+
+
+def _refuse_functions() -> None:
+    """A custom autograd function shows in the graph, but not where reentrant checkpointing runs it without one.
+
+    Raises:
+        Unpackable: the caller is inside of one.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _APPLY and frame.f_locals["cls"] is not CheckpointFunction:
+            raise Unpackable(f"an autograd function of its own ({frame.f_locals['cls'].__name__})")
+        frame = frame.f_back
 
 
 def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,9 +98,9 @@ def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return first.expand(shape) if func is T.expand_as else first.reshape(shape)
     if func is T.__repr__:
         return f"RaggedTensor(shape={tuple(first.shape)}, dtype={first.dtype})"
-    ragged = next((a for a in (*args, *kwargs.values()) if isinstance(a, RaggedTensor)), None)
-    if ragged is not None and ragged.packing.outside is not None and is_outside_blocks():
-        return ragged.packing.outside(func, args, kwargs)
+    outside = OUTSIDE.get()
+    if outside is not None and is_outside_blocks():
+        return outside(func, args, kwargs)
     raise Unpackable(f"{name} is not known token by token")
 
 
@@ -87,6 +111,7 @@ def name_of(func: Any) -> str:
 
 import lightning_liger.padding.plain_decoder.attending  # noqa: E402
 import lightning_liger.padding.plain_decoder.joining  # noqa: E402
+import lightning_liger.padding.plain_decoder.multihead  # noqa: E402
 import lightning_liger.padding.plain_decoder.pointwise  # noqa: E402
 import lightning_liger.padding.plain_decoder.rowwise  # noqa: E402
 import lightning_liger.padding.plain_decoder.views  # noqa: E402, F401

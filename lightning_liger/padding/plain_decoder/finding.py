@@ -1,4 +1,4 @@
-"""Which modules are decoders of their own making: they embed tokens, and hold a stack of like blocks with attention."""
+"""Which modules are decoders of their own making: they embed tokens, and hold blocks with attention in a list."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _ATTENTION = {
 }
 
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
 @dataclass(frozen=True)
 class Decoder:
     """A module whose ``forward`` turns token ids into hidden states, logits or a loss."""
@@ -30,29 +33,29 @@ class Decoder:
 
 
 def find_decoders(module: nn.Module) -> list[Decoder]:
-    """The innermost modules with a ``forward``, a token table and a stack of blocks, outside of transformers models."""
+    """The innermost modules with a ``forward``, a token table and a list of blocks, outside of transformers models."""
     foreign: set[nn.Module] = set()
     for inner in module.modules():
         if any(k.__name__ == "PreTrainedModel" for k in type(inner).__mro__):
             foreign.update(inner.modules())
     found: list[Decoder] = []
     taken: set[nn.Module] = set()
+    attending: dict[nn.Module, bool] = {}
     # children come after their parents, so that the innermost is met first from behind
     for candidate in reversed(list(module.modules())):
-        if candidate in foreign or not _has_forward(candidate) or taken & set(candidate.modules()):
+        if candidate in foreign or not _has_forward(candidate):
             continue
         inside = [m for m in candidate.modules() if m not in foreign]
-        stacks = [m for m in inside if _is_stack(m)]
-        in_blocks = {m for stack in stacks for m in stack.modules()}
-        in_blocks = in_blocks if not _is_stack(candidate) else set()
-        embeddings = tuple(m for m in inside if isinstance(m, nn.Embedding) and m not in in_blocks)
-        if not stacks or not embeddings or candidate in stacks:
+        if not taken.isdisjoint(inside):
             continue
-        if not any(_attends(m) for stack in stacks for m in stack.modules()):
+        blocks = [b for m in inside if isinstance(m, _CONTAINERS) for b in m.children() if _is_block(b, attending)]
+        in_blocks = {m for block in blocks for m in block.modules()}
+        embeddings = tuple(m for m in inside if isinstance(m, nn.Embedding))
+        if not blocks or candidate in in_blocks or in_blocks.issuperset(embeddings):
             continue
         taken.add(candidate)
-        every = tuple(m for m in inside if isinstance(m, nn.Embedding))
-        found.append(Decoder(candidate, every, tuple(dict.fromkeys(b for s in stacks for b in s.children()))))
+        callable_blocks = tuple(dict.fromkeys(b for b in blocks if _has_forward(b)))
+        found.append(Decoder(candidate, embeddings, callable_blocks))
     return found[::-1]
 
 
@@ -60,14 +63,14 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """A list of one kind of block, each with several matrices."""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+def _is_block(module: nn.Module, attending: dict[nn.Module, bool]) -> bool:
+    """Whether it is made of several modules, and attends."""
+    if not list(module.children()):
         return False
-    children = list(module.children())
-    if not children or len({type(c) for c in children}) != 1 or not list(children[0].children()):
-        return False
-    return all(sum(p.dim() >= 2 for p in c.parameters()) >= 3 for c in children)
+    for inner in module.modules():
+        if inner not in attending:
+            attending[inner] = _attends(inner)
+    return any(attending[m] for m in module.modules())
 
 
 def _attends(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ class DecoderRun(PlainRun):
         self, decoder: PackedDecoder, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout, backend: str
     ) -> None:
         super().__init__(decoder, args, kwargs, layout)
-        self.packing = Packing(layout, backend, decoder.report, self.outside)
+        self.packing = Packing(layout, backend, decoder.report)
         self.active = True
         self.embedded = False
         self._calls: Counter[nn.Module] = Counter()

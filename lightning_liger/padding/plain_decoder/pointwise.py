@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_liger.head.rows import take_rows
 from lightning_liger.padding.plain_decoder.dispatch import handles, name_of, named
 from lightning_liger.padding.plain_decoder.ragged import Packing, RaggedTensor, Unpackable, native, rows_of, wrap
 
 T = Tensor
 
 _ACTIVATIONS = "relu gelu silu tanh sigmoid softplus elu celu leaky_relu selu mish hardtanh relu6 logsigmoid softsign "
-_ACTIVATIONS += "hardswish hardsigmoid threshold dropout alpha_dropout feature_alpha_dropout tanhshrink softshrink"
+_ACTIVATIONS += "hardswish hardsigmoid threshold dropout alpha_dropout tanhshrink softshrink"
 _UNARY = (
     "relu tanh sigmoid neg negative exp exp2 expm1 log log1p log2 sqrt rsqrt square abs absolute reciprocal erf sin "
 )
@@ -33,7 +34,7 @@ POINTWISE: set[Any] = named(_ACTIVATIONS, F) | named(_UNARY, torch, T) | named(_
 POINTWISE |= named(" ".join(f"__{name}__" for name in _DUNDER.split()), T)
 
 # What may answer with a view of its argument, or with the argument itself.
-_ALIASES: set[Any] = named("dropout alpha_dropout feature_alpha_dropout positive real imag conj __pos__", torch, T, F)
+_ALIASES: set[Any] = named("dropout alpha_dropout positive real imag conj __pos__", torch, T, F)
 
 _CASTS: set[Any] = named("to type_as float half bfloat16 double int long bool type cuda cpu", T)
 
@@ -162,7 +163,14 @@ def read_dense(value: Tensor, packing: Packing, dims: int, batch: int, seq: int)
     if sizes == (rows, length):
         return flat.flatten(0, 1)[gather]
     if sizes == (1, length):
-        return flat[0][gather % length]
+        return _columns(flat[0], gather % length)
     if sizes == (rows, 1):
-        return flat[:, 0][torch.div(gather, length, rounding_mode="floor")]
+        return _columns(flat[:, 0], torch.div(gather, length, rounding_mode="floor"))
     raise Unpackable(f"a tensor of shape {tuple(value.shape)} meets tokens of shape {(rows, length)}")
+
+
+def _columns(values: Tensor, index: Tensor) -> Tensor:
+    """``values[index]``; every entry is taken many times, so that gradients are summed in fp32."""
+    if not values.requires_grad:
+        return values[index]
+    return take_rows(values.reshape(len(values), -1), index).reshape(len(index), *values.shape[1:])

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_liger.head.lazy import LazyRows, Source
 from lightning_liger.padding.layout import Layout
+from lightning_liger.padding.plain_decoder.dispatch import WATCHED
+from lightning_liger.padding.plain_decoder.multihead import UnreadTensor
 from lightning_liger.padding.plain_decoder.ragged import RaggedTensor
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 # Relative to the norm of what is compared. The smallest leak between documents seen in any architecture is 4.5e-4;
 # low precision cannot tell that from rounding, and only catches what is grossly different.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_DROPOUTS = {F.dropout, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout, torch.feature_dropout}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -41,6 +43,8 @@ class _WithoutDropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
+        if func is F.multi_head_attention_forward:
+            kwargs["training"] = False  # its dropout is called where this mode does not see it
         return func(*args, **kwargs)
 
 
@@ -50,6 +54,8 @@ def disagreement(decoder: PackedDecoder, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         Exception: whatever the decoder raises on tensors that hold real tokens alone.
     """
+    if hooked := next((n for n, m in decoder.module.named_modules() if _is_hooked(m, decoder.module)), None):
+        return f"forward hooks on its module {hooked!r} would see hidden states of real tokens alone"
     device = next((a.device for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.device("cpu"))
     with _undisturbed(decoder.module, device):
         packed = decoder.packed(args, kwargs, layout)
@@ -77,18 +83,27 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(_WithoutDropout())
+        watched = WATCHED.set(True)
         try:
             yield
         finally:
+            WATCHED.reset(watched)
             for buffer, version, before in buffers:
                 if buffer._version != version:
                     buffer.copy_(before)
 
 
+def _is_hooked(module: nn.Module, decoder: nn.Module) -> bool:
+    return module is not decoder and bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _keeps(module: nn.Module) -> bool:
     """Whether a tensor of real tokens is left behind in the module, where later code would find it."""
     values = [v for name, v in vars(module).items() if name not in ("_parameters", "_buffers", "_modules", "forward")]
-    return any(isinstance(leaf, (RaggedTensor, LazyRows)) for leaf in tree_leaves([v for v in values if _holds(v)]))
+    return any(
+        isinstance(leaf, (RaggedTensor, LazyRows, UnreadTensor))
+        for leaf in tree_leaves([v for v in values if _holds(v)])
+    )
 
 
 def _holds(value: Any) -> bool:

@@ -25,6 +25,11 @@ from lightning_liger.report import PaddingReport
 # How many blocks of a decoder the running code is inside of.
 _DEPTH: ContextVar[int] = ContextVar("lightning_liger_block_depth", default=0)
 
+# What becomes of a function that is not known, outside of all blocks of the decoder that is running.
+OUTSIDE: ContextVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar(
+    "lightning_liger_outside", default=None
+)
+
 
 class Unpackable(PackingError):
     """The decoder does something that cannot be done on real tokens alone; the text says what."""
@@ -38,14 +43,12 @@ class Packing:
         layout: where the real tokens are.
         backend: the ``attention`` option.
         report: told which backends were used.
-        outside: what becomes of a function that is not known, outside of all blocks; raises by default.
         masks: verdicts on attention masks seen in this call.
     """
 
     layout: Layout
     backend: str
     report: PaddingReport
-    outside: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
     masks: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 

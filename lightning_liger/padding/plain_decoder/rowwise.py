@@ -14,34 +14,18 @@ from lightning_liger.padding.plain_decoder.ragged import RaggedTensor, Unpackabl
 
 T = Tensor
 
+_REDUCTIONS = "sum mean prod all any amax amin logsumexp argmax argmin max min var std cumsum cumprod softmax "
+_REDUCTIONS += "log_softmax softmin flip"
 # Functions along dimensions: where ``dim`` stands among the arguments, and its default.
-_ALONG: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(
-        [
-            "sum",
-            "mean",
-            "prod",
-            "all",
-            "any",
-            "amax",
-            "amin",
-            "logsumexp",
-            "argmax",
-            "argmin",
-            "max",
-            "min",
-            "cumsum",
-            "cumprod",
-        ],
-        (1, None),
-    ),
-    **dict.fromkeys(["var", "std"], (1, None)),
-    **dict.fromkeys(["softmax", "log_softmax", "softmin"], (1, None)),
-    **dict.fromkeys(["sort", "argsort"], (1, -1)),
-    **dict.fromkeys(["topk", "norm"], (2, -1)),
-    **dict.fromkeys(["flip"], (1, None)),
-    "roll": (2, None),
-}
+_ALONG: dict[str, tuple[int, Any]] = dict.fromkeys(_REDUCTIONS.split(), (1, None))
+_ALONG |= {"sort": (1, -1), "argsort": (1, -1), "topk": (2, -1), "norm": (2, None), "roll": (2, None)}
+
+# What may follow ``dim`` by position, where that is not ``keepdim``.
+_AFTER: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "normalize", "glu", "flip", "roll"), ()
+)
+_AFTER |= {"topk": ("largest", "sorted"), "sort": ("descending",), "argsort": ("descending",)}
+_AFTER |= {"norm": ("keepdim", "dtype"), "var": ("unbiased", "keepdim"), "std": ("unbiased", "keepdim")}
 
 
 def place_of(tensor: RaggedTensor, dim: int) -> int:
@@ -72,6 +56,8 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, de
     given = kwargs.pop("dim", kwargs.pop("axis", kwargs.pop("dims", rest[at - 1] if len(rest) >= at else default)))
     if given is None:
         raise Unpackable(f"{name_of(func)} over all tokens")
+    if isinstance(given, (tuple, list)) and not given:
+        raise Unpackable(f"{name_of(func)} over all tokens")
     dims = [d % tensor.dim() for d in (given if isinstance(given, (tuple, list)) else (given,))]
     places = [place_of(tensor, d) for d in (given if isinstance(given, (tuple, list)) else (given,))]
     name = "dims" if name_of(func) in ("flip", "roll") else "dim"
@@ -79,8 +65,10 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, de
     before, after = rest[: at - 1], rest[at:]
     rows = rows_of(tensor)
     if after:  # keepdim, or what follows dim in softmax
-        names = {"topk": ("largest", "sorted"), "sort": ("descending", "stable"), "norm": ("keepdim", "dtype")}
-        kwargs.update(zip(names.get(name_of(func), ("keepdim",)), after, strict=False))
+        names = _AFTER.get(name_of(func), ("keepdim",))
+        if len(after) > len(names):
+            return NotImplemented
+        kwargs.update(zip(names, after, strict=False))
     result = func(rows, *before, **kwargs)
 
     def back(value: Tensor) -> RaggedTensor:
