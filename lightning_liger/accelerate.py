@@ -12,13 +12,21 @@ import torch.nn as nn
 from lightning_liger.head.apply import LazyHead
 from lightning_liger.head.finding import find_heads
 from lightning_liger.kernels.apply import Kernels
+from lightning_liger.kernels.registry import KernelBinding
+from lightning_liger.kernels.rotary import RopeBinding
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones
 from lightning_liger.padding.backends.choice import check_named
 from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
-from lightning_liger.padding.plain_decoder.decoder import PackedBlock, PackedDecoder, PackedEmbedding, PackedHead
+from lightning_liger.padding.plain_decoder.decoder import (
+    PackedBlock,
+    PackedDecoder,
+    PackedEmbedding,
+    PackedHead,
+    PackedRows,
+)
 from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
 from lightning_liger.padding.probe import Verdict, packing_verdict
 from lightning_liger.patching import BypassedGenerate, Rebound, Switch, inside_compiled, live_binding
@@ -159,6 +167,10 @@ class Accelerated:
                 self._bind(table, PackedEmbedding)
             for block in decoder.blocks:
                 self._bind(block, PackedBlock)
+            for part in model.modules():
+                binding = live_binding(part, "forward", self._switch, KernelBinding)
+                if binding is not None and not isinstance(binding, RopeBinding):
+                    self._bind(part, PackedRows)
             if self._bind(model, PackedDecoder, self.book, self.report, self.settings.attention):
                 report.applied += 1
                 report.name(name)

@@ -141,7 +141,7 @@ def angles(dim: int, length: int = LONGEST) -> Tensor:
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).type_as(x)
 
 
 def turned_complex(x: Tensor, freqs_cis: Tensor) -> Tensor:

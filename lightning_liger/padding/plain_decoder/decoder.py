@@ -239,3 +239,15 @@ def _leave(run: DecoderRun, value: Any, path: tuple[Any, ...]) -> Any:
         kind: Any = type(value)
         return kind(**{n: _leave(run, v, (*path, Attribute(n))) for n, v in fields.items()})
     return value
+
+
+class PackedRows(Rebound):
+    """``forward`` of a module that runs on a kernel row by row: the kernel is given the rows."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], RaggedTensor):
+            return self.original(*args, **kwargs)
+        tensor = args[0]
+        if max(tensor.batch, tensor.seq) == tensor.dim() - 1:
+            return self.original(tensor)
+        return wrap(self.original(rows_of(tensor)), tensor.packing, tensor.batch, tensor.seq)

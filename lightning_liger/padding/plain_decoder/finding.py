@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 import torch.nn as nn
 
@@ -80,17 +81,26 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _functions(module: nn.Module) -> Iterator[FunctionType]:
-    """The methods of the module's class below ``nn.Module``, functions it holds, and those that they call."""
+    """The methods of the module's class below ``nn.Module``, functions it holds, and those that they call by name."""
     members = [v for klass in type(module).__mro__ if klass not in nn.Module.__mro__ for v in vars(klass).values()]
     for member in (*members, *vars(module).values()):
         function = inspect.unwrap(member) if callable(member) else None
         if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
             continue
         yield function
-        for name in names(function.__code__):
-            helper = function.__globals__.get(name)
-            if isinstance(helper, FunctionType):
-                yield helper
+        yield from _helpers(function)
+
+
+def _helpers(function: FunctionType) -> Iterator[FunctionType]:
+    """Functions beside it that it calls: by name, as an attribute of a module, or from its closure."""
+    called = set(names(function.__code__))
+    beside = [function.__globals__[name] for name in called if name in function.__globals__]
+    for module in [m for m in beside if isinstance(m, ModuleType) and not m.__name__.startswith("torch")]:
+        beside += [vars(module)[name] for name in called if name in vars(module)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            beside.append(cell.cell_contents)
+    yield from (f for f in beside if isinstance(f, FunctionType))
 
 
 def names(code: CodeType) -> list[str]:

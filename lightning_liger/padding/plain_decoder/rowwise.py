@@ -61,7 +61,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, de
     dims = [d % tensor.dim() for d in (given if isinstance(given, (tuple, list)) else (given,))]
     places = [place_of(tensor, d) for d in (given if isinstance(given, (tuple, list)) else (given,))]
     name = "dims" if name_of(func) in ("flip", "roll") else "dim"
-    kwargs[name] = places if isinstance(given, (tuple, list)) else places[0]
+    kwargs[name] = places if isinstance(given, (tuple, list)) or name == "dims" else places[0]
     before, after = rest[: at - 1], rest[at:]
     rows = rows_of(tensor)
     if after:  # keepdim, or what follows dim in softmax
@@ -77,7 +77,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: int, de
 
     if isinstance(result, Tensor):
         return back(result)
-    return type(result)([back(v) for v in result]) if hasattr(result, "_fields") else tuple(back(v) for v in result)
+    return type(result)([back(v) for v in result])  # a tuple with names
 
 
 class _Along:
