@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_liger.head.gathering import Gathering, Hold, gathering_of
 from lightning_liger.head.lazy import Head, LazyRows
 from lightning_liger.head.pending import NEWCOMERS
+from lightning_liger.head.sharing import Habits
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import HeadReport
 
@@ -26,6 +27,7 @@ class LazyHead(Rebound):
         super().__init__(module, switch)
         self.report = report
         self.backend = backend
+        self.habits = Habits()
         self._gathering: Gathering | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +50,8 @@ class LazyHead(Rebound):
             return self.original(*args, **kwargs)  # a mismatch that PyTorch reports by itself
         backend = resolve_backend(self.backend, hidden.device)
         self.report.name(backend)
-        return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report, self._hold(weight)))
+        hold = self._hold(weight)
+        return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report, hold, habits=self.habits))
 
     # -- sharded by FSDP2 --------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from lightning_liger.head.means import mean_over
 from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
 from lightning_liger.head.per_row import Program, per_row
 from lightning_liger.head.rowwise import rowwise
+from lightning_liger.head.sharing import joins_others
 from lightning_liger.head.tail import has_known_slope
 from lightning_liger.head.unsettled import Unsettled
 from lightning_liger.head.view import Source
@@ -115,7 +116,12 @@ def _labelled(
     keep, labels, position = choice.keep, choice.labels, choice.position
     if choice.on_padding and reduction == "none":
         # The losses of padded positions are often masked away afterwards: leave them to whoever reads them.
-        return _each_loss(input, target, ignore_index, program)
+        return _each_loss(input, target, ignore_index, program).to(_loss_dtype(input))
+    if simple is not None and reduction != "none" and not choice.on_padding and keep.numel() and joins_others(view):
+        total = _each_loss(input, target, ignore_index, program).sum()
+        if reduction == "sum":
+            return total.to(_loss_dtype(input))
+        return mean_over((total / keep.numel()).to(_loss_dtype(input)), keep.numel())
     input.consume("the loss")
     view.source.head.report.scored(target.numel(), keep.numel())
     if choice.on_padding:
@@ -160,7 +166,7 @@ def _each_loss(input: LazyRows, target: Tensor, ignore_index: int, program: Prog
         return (loss.masked_fill(ignored, 0.0),)
 
     (found,) = rowwise(input, masked, "the loss", (labels, ignored))
-    return found.to(_loss_dtype(input)).masked_fill(ignored, 0.0)
+    return found.masked_fill(ignored, 0.0)
 
 
 def _loss_dtype(logits: LazyRows) -> torch.dtype:

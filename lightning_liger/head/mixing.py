@@ -62,7 +62,7 @@ def _unary(name: str) -> None:
     def handler(view: View, *args: Any, **kwargs: Any) -> Any:
         if not all(_is_number(a) for a in (*args, *kwargs.values())):
             return NotImplemented
-        return step(view, lambda z: canonical(z, *args, **kwargs))
+        return step(view, (lambda z: canonical(z, *args, **kwargs)) if args or kwargs else canonical)
 
     view_of(*functions)(handler)
 

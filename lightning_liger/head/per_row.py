@@ -9,125 +9,19 @@ known to be summed (``scale``) takes its gradients in the same pass instead (Lig
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_liger.head.chunks import chunk_rows
 from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
+from lightning_liger.head.plan import Leaf, Plan, Products
 from lightning_liger.head.sums import add_product, sum_dtype
-from lightning_liger.head.tail import apply_tail
-from lightning_liger.head.view import Given, Mix, Source, View
+from lightning_liger.head.view import View
 from lightning_liger.mirrored import ordinary
 
 Program: TypeAlias = Callable[..., tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """One input of the expression: ``(rows, weight, bias)`` with a product in ``dtype``, or ``(values,)`` at ``index``.
-
-    Holds none of the tensors that gradients reach: autograd keeps those, so that checkpointing can drop them.
-    """
-
-    dtype: torch.dtype | None
-    index: Tensor | None
-
-    @property
-    def inputs(self) -> int:
-        return 1 if self.dtype is None else 3
-
-
-class _Plan:
-    """The expression of one view at ``N`` positions: which products it needs and how they combine."""
-
-    def __init__(self, view: View, position: Tensor) -> None:
-        self.n = position.numel()
-        self.width = view.source.width
-        self.device = view.source.device
-        self.leaves: list[_Leaf] = []
-        self.inputs: list[Tensor | None] = []
-        self._slots: dict[Any, int] = {}
-        self._indexed: dict[Any, Tensor] = {}
-        # whoever an id in the two tables names must live as long as they do
-        self._alive: list[Any] = []
-        self.evaluate = self._expression(view, position)
-        self._slots.clear()
-        self._indexed.clear()
-        self._alive.clear()
-
-    def _expression(self, view: View, position: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
-        source, tail, dtype = view.source, view.tail, view.dtype
-        if isinstance(source, Mix):
-            left = self._expression(source.left, self._at(source.left, position))
-            right = self._expression(source.right, self._at(source.right, position))
-            op = source.op
-            return lambda z: _lifted(apply_tail(_lifted(op(left(z), right(z)), dtype), tail), dtype)
-        slot = self._slot(source, position)
-        if dtype == torch.float64:
-            return lambda z: apply_tail(z[slot].double(), tail)
-        return lambda z: _lifted(apply_tail(z[slot], tail), dtype)
-
-    def _at(self, view: View, position: Tensor) -> Tensor:
-        """``view.position`` at ``position``; views with the same map share the answer, and so their products."""
-        p = view.position
-        key = (p.data_ptr(), p.shape, p.stride(), id(position))
-        if key not in self._indexed:
-            self._indexed[key] = view.flat[position]
-            self._alive += (p, position)
-        return self._indexed[key]
-
-    def _slot(self, source: Source | Given, position: Tensor) -> int:
-        if isinstance(source, Given):
-            key: Any = (id(source), id(position))
-        else:
-            key = (id(source.rows), id(source.row_of), id(source.head), id(position))
-        if key not in self._slots:
-            self._alive += (source, position)
-            self._slots[key] = len(self.leaves)
-            if isinstance(source, Given):
-                self.leaves.append(_Leaf(None, position))
-                self.inputs.append(source.values)
-            else:
-                head = source.head
-                assert head is not None
-                self.leaves.append(_Leaf(head.dtype, None))
-                self.inputs += (source.hidden_at(position), head.weight, head.bias)
-        return self._slots[key]
-
-    # -- one chunk ---------------------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        # a normaliser, its gradient and the product's own copy live at once
-        return max(1, chunk_rows(self.width, self.device) // max(1, len(self.leaves)))
-
-    def products(self, tensors: Sequence[Sequence[Tensor | None]], part: slice) -> list[Tensor]:
-        """The rows of every leaf in the dtype of the computation, fp32 at least."""
-        return [_product(leaf, given, part) for leaf, given in zip(self.leaves, tensors, strict=True)]
-
-
-def _lifted(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Truth values that were cast to numbers; numbers stay as precise as they are."""
-    return values.to(dtype) if dtype.is_floating_point and not values.is_floating_point() else values
-
-
-def _product(leaf: _Leaf, tensors: Sequence[Tensor | None], part: slice) -> Tensor:
-    rows, *projection = tensors
-    assert rows is not None
-    if leaf.dtype is None:
-        assert leaf.index is not None
-        values = rows[leaf.index[part]]
-        return values.to(sum_dtype(values.dtype)) if values.is_floating_point() else values
-    dtype = leaf.dtype
-    weight, bias = projection
-    assert weight is not None
-    product = torch.nn.functional.linear(
-        rows[part].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    )
-    return product.to(sum_dtype(dtype))
+Grouped: TypeAlias = list[Sequence[Tensor | None]]
 
 
 class _PerRow(torch.autograd.Function):
@@ -135,28 +29,22 @@ class _PerRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, program: Program, extras: tuple[Tensor, ...], scale: float | None, *inputs: Tensor | None
+        ctx: Any, plan: Plan, program: Program, extras: tuple[Tensor, ...], scale: float | None, *inputs: Tensor | None
     ) -> Any:
         ctx.plan, ctx.program, ctx.scale = plan, program, scale
         ctx.set_materialize_grads(False)
-        tensors = _grouped(plan, inputs)
+        tensors = grouped(plan, inputs)
         if scale is not None and any(ctx.needs_input_grad):
-            total, gradients = _with_gradients(plan, program, extras, tensors, ctx.needs_input_grad[4:], scale=scale)
+            total, gradients = with_gradients(plan, program, extras, tensors, ctx.needs_input_grad[4:], scale=scale)
             ctx.save_for_backward(*gradients)
             assert total is not None
             return (total,)
-        outputs: list[Tensor] = []
-        for part in _parts(plan):
-            made = program(plan.evaluate(plan.products(tensors, part)), *(e[part] for e in extras))
-            if not outputs:
-                outputs = [torch.empty((plan.n, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in made]
-            for whole, piece in zip(outputs, made, strict=True):
-                whole[part] = piece
+        outputs = values(plan, program, extras, tensors)
         if scale is not None:
             return (outputs[0].sum() * scale,)
         ctx.save_for_backward(*inputs, *extras)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -171,48 +59,74 @@ class _PerRow(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing gives them out a single time
         inputs, extras = saved[: len(needs)], saved[len(needs) :]
         if torch.is_grad_enabled():  # create_graph=True: once more in full, differentiably
-            made = program(plan.evaluate(plan.products(_grouped(plan, inputs), slice(0, plan.n))), *extras)
-            chosen = [(m, g) for m, g in zip(made, grads, strict=True) if g is not None]
-            wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
-            found = iter(
-                torch.autograd.grad(
-                    [m for m, _ in chosen], wanted, [g for _, g in chosen], create_graph=True, allow_unused=True
-                )
-            )
-            return (None,) * 4 + tuple(next(found) if need else None for need in needs)
-        _, gradients = _with_gradients(plan, program, extras, _grouped(plan, inputs), needs, grads=grads)
+            return (None,) * 4 + differentiably(plan, program, extras, inputs, needs, grads)
+        _, gradients = with_gradients(plan, program, extras, grouped(plan, inputs), needs, grads=grads)
         return (None,) * 4 + gradients
 
 
-def _parts(plan: _Plan) -> list[slice]:
+def values(plan: Plan, program: Program, extras: Sequence[Tensor], tensors: Grouped) -> tuple[Tensor, ...]:
+    """``program`` on every chunk, without gradients."""
+    outputs: list[Tensor] = []
+    for part in in_parts(plan):
+        made = program(plan.evaluate(plan.products(tensors, part)), *(e[part] for e in extras))
+        if not outputs:
+            outputs = [torch.empty((plan.n, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in made]
+        for whole, piece in zip(outputs, made, strict=True):
+            whole[part] = piece
+    return tuple(outputs)
+
+
+def differentiably(
+    plan: Plan,
+    program: Program,
+    extras: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Gradients that have gradients themselves (``create_graph=True``), all rows at once."""
+    made = program(plan.evaluate(plan.products(grouped(plan, inputs), slice(0, plan.n))), *extras)
+    chosen = [(m, g) for m, g in zip(made, grads, strict=True) if g is not None]
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+    found = iter(
+        torch.autograd.grad(
+            [m for m, _ in chosen], wanted, [g for _, g in chosen], create_graph=True, allow_unused=True
+        )
+    )
+    return tuple(next(found) if need else None for need in needs)
+
+
+def in_parts(plan: Plan) -> list[slice]:
     return [slice(s, min(s + plan.step, plan.n)) for s in range(0, max(plan.n, 1), plan.step)]
 
 
-def _grouped(plan: _Plan, inputs: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
+def grouped(plan: Plan, inputs: Sequence[Tensor | None]) -> Grouped:
     flat = iter(inputs)
     return [[next(flat) for _ in range(leaf.inputs)] for leaf in plan.leaves]
 
 
-def _with_gradients(
-    plan: _Plan,
+def with_gradients(
+    plan: Plan,
     program: Program,
-    extras: tuple[Tensor, ...],
-    tensors: list[Sequence[Tensor | None]],
+    extras: Sequence[Tensor],
+    tensors: Grouped,
     needs: Sequence[bool],
     *,
     grads: Sequence[Tensor | None] = (),
     scale: float | None = None,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """Gradients of every input, chunk by chunk; with ``scale`` also the sum itself."""
-    wanted = _grouped(plan, needs)  # type: ignore[arg-type]
+    wanted = grouped(plan, needs)  # type: ignore[arg-type]
     sums = [
         [_zeros(t, leaf) if need else None for t, need in zip(group, want, strict=True)]
         for leaf, group, want in zip(plan.leaves, tensors, wanted, strict=True)
     ]
     total: Tensor | None = None
-    for part in _parts(plan):
+    for part in in_parts(plan):
         products = plan.products(tensors, part)
-        z = [p.detach().requires_grad_(any(w) and p.is_floating_point()) for p, w in zip(products, wanted, strict=True)]
+        z = Products(
+            p.detach().requires_grad_(any(w) and p.is_floating_point()) for p, w in zip(products, wanted, strict=True)
+        )
         with torch.enable_grad():
             made = program(plan.evaluate(z), *(e[part] for e in extras))
         if scale is not None:
@@ -239,7 +153,7 @@ def _with_gradients(
     return None if total is None or scale is None else total * scale, gradients
 
 
-def _zeros(tensor: Tensor | None, leaf: _Leaf) -> Tensor | None:
+def _zeros(tensor: Tensor | None, leaf: Leaf) -> Tensor | None:
     if tensor is None:
         return None
     dtype = sum_dtype(tensor.dtype)
@@ -249,7 +163,7 @@ def _zeros(tensor: Tensor | None, leaf: _Leaf) -> Tensor | None:
 
 
 def _accumulate(
-    leaf: _Leaf, tensors: Sequence[Tensor | None], sums: list[Tensor | None], dz: Tensor, part: slice
+    leaf: Leaf, tensors: Sequence[Tensor | None], sums: list[Tensor | None], dz: Tensor, part: slice
 ) -> None:
     if leaf.dtype is None:
         (total,) = sums
@@ -292,7 +206,7 @@ def per_row(
     position, extras = ordinary((position, extras))
     view.gather()
     with torch.autocast(view.source.device.type, enabled=False):
-        plan = _Plan(view, position)
+        plan = Plan(view, position)
         inputs, plan.inputs = plan.inputs, []
         outputs: tuple[Tensor, ...] = _PerRow.apply(plan, program, extras, scale, *inputs)
     view.watch_backward(*outputs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_liger.head.lazy import HANDLERS, LazyRows, handles, lazy
 from lightning_liger.head.mixing import has_head
 from lightning_liger.head.parts import consumes, expanded_index
-from lightning_liger.head.rowwise import readable_dtype, rowwise
+from lightning_liger.head.rowwise import rounded, rowwise
 from lightning_liger.head.shapes import dim_of, lead_dim
 
 T = Tensor
@@ -158,7 +158,7 @@ def _reduction(program: Callable[[Tensor], Tensor], rest: Callable[..., Tensor])
             return NotImplemented
         with torch.no_grad():
             answer = rest(torch.ones((1, 1), dtype=view.dtype, device=view.source.device), dim=-1).dtype
-        (found,) = rowwise(tensor, lambda z: (program(z),), getattr(rest, "__name__", "reduction"))
+        (found,) = rowwise(tensor, lambda z: (program(z),), getattr(rest, "__name__", "reduction"), key="over width")
         found = found.to(answer)
         if keepdim:
             found = found.unsqueeze(view.vdim)
@@ -182,7 +182,7 @@ def _question(function: Callable[..., Tensor]) -> Callable[..., Any]:
         view = tensor.view_
         if dim is not None and (not isinstance(dim, int) or dim_of(view, dim) != view.vdim):
             return NotImplemented
-        (found,) = rowwise(tensor, lambda z: (function(z, -1),), function.__name__)
+        (found,) = rowwise(tensor, lambda z: (function(z, -1),), function.__name__, key="question")
         if dim is None:
             return function(found)
         return found.unsqueeze(view.vdim) if keepdim else found
@@ -200,11 +200,12 @@ def _extreme(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
         if isinstance(dim, Tensor):
             return NotImplemented
         if dim is None:
-            (best,) = rowwise(tensor, lambda z: (function(z, -1).values,), function.__name__)
+            (best,) = rowwise(tensor, lambda z: (function(z, -1).values,), function.__name__, key="best")
             return function(best).to(view.dtype)
         if dim_of(view, dim) != view.vdim:
             return NotImplemented
-        values, ids = rowwise(tensor, lambda z: tuple(function(readable_dtype(view, z), -1)), function.__name__)
+        program = rounded(lambda z: tuple(function(z, -1)), view.dtype)
+        values, ids = rowwise(tensor, program, function.__name__, key="with ids")
         if keepdim:
             values, ids = values.unsqueeze(view.vdim), ids.unsqueeze(view.vdim)
         return answer((values.to(view.dtype), ids))
@@ -222,7 +223,8 @@ def _best_id(function: Callable[..., Tensor]) -> Callable[..., Any]:
         if dim is None or dim_of(view, dim) != view.vdim:
             return NotImplemented
         with torch.no_grad():
-            (ids,) = rowwise(tensor, lambda z: (function(readable_dtype(view, z), -1),), function.__name__)
+            program = rounded(lambda z: (function(z, -1),), view.dtype)
+            (ids,) = rowwise(tensor, program, function.__name__, key="ids")
         return ids.unsqueeze(view.vdim) if keepdim else ids
 
     return handler
@@ -238,7 +240,8 @@ def _topk(tensor: LazyRows, k: int, dim: int = -1, largest: bool = True, sorted:
     if dim_of(view, dim) != view.vdim or not 0 < k <= view.source.width:
         return NotImplemented
     best = functools.partial(torch.topk, k=k, dim=-1, largest=largest, sorted=sorted)
-    values, ids = rowwise(tensor, lambda z: tuple(best(readable_dtype(view, z))), "topk")
+    program = rounded(lambda z: tuple(best(z)), view.dtype)
+    values, ids = rowwise(tensor, program, "topk", key=(k, largest, sorted))
     made = (values.to(view.dtype).movedim(-1, view.vdim), ids.movedim(-1, view.vdim))
     return torch.return_types.topk(made)
 
@@ -248,7 +251,8 @@ def _spread(function: Callable[..., Tensor]) -> Callable[..., Any]:
         view = tensor.view_
         if not isinstance(dim, int) or dim_of(view, dim) != view.vdim or kwargs.keys() - {"correction", "unbiased"}:
             return NotImplemented
-        (found,) = rowwise(tensor, lambda z: (function(z, dim=-1, **kwargs),), function.__name__)
+        program = functools.partial(function, dim=-1, **kwargs)
+        (found,) = rowwise(tensor, lambda z: (program(z),), function.__name__, key=tuple(sorted(kwargs.items())))
         found = found.to(view.dtype)
         return found.unsqueeze(view.vdim) if keepdim else found
 

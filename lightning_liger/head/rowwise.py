@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import torch
 from torch import Tensor
 
-from lightning_liger.head.lazy import LazyRows, View
-from lightning_liger.head.per_row import Program, per_row
+from lightning_liger.head.lazy import LazyRows
+from lightning_liger.head.per_row import Program
+from lightning_liger.head.sharing import read
 from lightning_liger.head.unsettled import Unsettled, unsettled
 
 
-def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+def rowwise(
+    tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor, ...] = (), key: Hashable = None
+) -> tuple[Tensor, ...]:
     """``program`` at every position of ``tensor``.
 
     Args:
         program: as for :func:`per_row`: from ``(n, V)`` to a tuple of tensors with ``n`` rows.
         what: the reader's name, for reports and errors.
         extras: tensors of ``(*lead, ...)``, cut like the rows.
+        key: as for :func:`read`.
 
     Returns:
         Tensors of ``(*lead, ...)``, where ``lead`` is the tensor's shape without the vocabulary. Rows of padding are
@@ -34,15 +40,15 @@ def rowwise(tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor,
         view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
     if whole or pads is None or keep is None:
         settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
-        return tuple(o.view((*lead, *o.shape[1:])) for o in per_row(view, flat, program, settled))
-    known = per_row(view, flat[keep], program, tuple(_known(e, keep) for e in flat_extras))
+        return tuple(o.view((*lead, *o.shape[1:])) for o in read(view, flat, program, what, settled, key))
+    known = read(view, flat[keep], program, what, tuple(_known(e, keep) for e in flat_extras), key)
     filled: list[tuple[Tensor, ...]] = []
 
     def fill() -> tuple[Tensor, ...]:
         if not filled:
             full = view.with_padding(what, differentiable)
             settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
-            found = per_row(full, flat, program, settled)
+            found = read(full, flat, program, what, settled, key)
             filled.append(tuple(o.view((*lead, *o.shape[1:])) for o in found))
             for o in filled[0]:
                 full.watch_padding(o, what)
@@ -64,6 +70,6 @@ def _scattered(known: Tensor, i: int, keep: Tensor, pads: Tensor, lead: torch.Si
     return unsettled(values, unknown, lambda: fill()[i])  # type: ignore[operator]
 
 
-def readable_dtype(view: View, z: Tensor) -> Tensor:
-    """``z`` rounded as the user's logits would be: ties between ids must fall as they do there."""
-    return z.to(view.dtype)
+def rounded(program: Callable[[Tensor], tuple[Tensor, ...]], dtype: torch.dtype) -> Program:
+    """``program`` on values rounded as the user's logits would be: ties between ids must fall as they do there."""
+    return lambda z: program(z.to(dtype))

@@ -57,6 +57,8 @@ class Head:
     Attributes:
         hold: keeps a sharded weight gathered, see :mod:`lightning_liger.head.gathering`.
         hooks: what wants to know that a gradient is about to reach the logits.
+        readings: who read which rows of this call, and habits: who did in earlier calls, see
+            :mod:`lightning_liger.head.sharing`.
     """
 
     weight: Tensor
@@ -66,6 +68,8 @@ class Head:
     report: HeadReport
     hold: WeightHold | None = None
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)
+    readings: list[Any] = field(default_factory=list)
+    habits: Any = None
 
 
 @dataclass(frozen=True)
