@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,18 @@ class DTypes:
     reduce: torch.dtype
     name: str
     notice: str = ""
+
+    def following(self, foreign: set[torch.dtype]) -> DTypes:
+        """The policy for the rest of a module that computes a part of itself in ``foreign`` dtypes already."""
+        if len(foreign) != 1 or foreign == {self.compute or self.master or torch.float32}:
+            return self
+        (dtype,) = foreign
+        name = str(dtype).removeprefix("torch.")
+        return replace(
+            self,
+            compute=None if dtype == self.master else dtype,
+            notice=f"the module shards a part of itself, to compute in {name}; so does the rest",
+        )
 
     def policy(self, *, cast_inputs: bool) -> MixedPrecisionPolicy:
         """FSDP2's form of it; ``cast_inputs`` casts floating inputs of a sharded module to the compute dtype."""

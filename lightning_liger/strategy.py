@@ -17,13 +17,15 @@ import torch
 import torch.nn as nn
 
 from lightning_liger.head.apply import lazy_heads
-from lightning_liger.parallel.audit import audit, check_managed
+from lightning_liger.parallel.audit import audit, check_managed, explain_mixture
 from lightning_liger.parallel.blocks import find_blocks
 from lightning_liger.parallel.checkpointing import Checkpointing
+from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
+from lightning_liger.parallel.groups import compute_dtypes, sharded_parts
 from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
-from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
-from lightning_liger.parallel.shard import Sharding, reshard, same_on_all_ranks, shard
+from lightning_liger.parallel.optimizers import move_to, no_mixed_lists, replace_stale, use_fused
+from lightning_liger.parallel.shard import Sharding, already_sharded, reshard, restore, same_on_all_ranks, shard
 from lightning_liger.precision import DTypes, dtypes_for, precision_class, store_parameters
 from lightning_liger.trees import installed_trees
 
@@ -84,6 +86,7 @@ class _LigerFSDP(Checkpointing, _Base):
         self._offload = offload
         self._sharding = Sharding()
         self._unsharded_gradients: UnshardedGradients | None = None
+        self._watch: FailureWatch | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for a Trainer of {_tree_of(self)}; strategy='liger_fsdp' fits any Trainer>"
@@ -137,7 +140,9 @@ class _LigerFSDP(Checkpointing, _Base):
             self._device_mesh = build_mesh(self.world_size, self.root_device.type, self._replicas)
         self._root._device_mesh = self._device_mesh
         trainer = self._root.trainer
-        if self.world_size == 1:
+        if self.world_size > 1:
+            self._watch = FailureWatch()
+        else:
             # one rank has all of the data: it is read in the order that its author chose
             trainer._accelerator_connector.use_distributed_sampler = False
         self.check_checkpointing(trainer)
@@ -163,15 +168,17 @@ class _LigerFSDP(Checkpointing, _Base):
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> None:
+        mesh, device = sharding_mesh(self.device_mesh), self.root_device
+        known = already_sharded(module)
         dtypes: DTypes = self.precision_plugin.liger_dtypes
-        device = self.root_device
+        if known is None:
+            dtypes = dtypes.following({d for part in sharded_parts(module) for d in compute_dtypes(part)})
 
         def prepare(part: nn.Module) -> None:
             store_parameters(part, dtypes)
             same_on_all_ranks(part, device)
 
-        mesh = sharding_mesh(self.device_mesh)
-        self._sharding = shard(
+        self._sharding = known or shard(
             module,
             find_blocks(module, lazy_heads(module)),
             mesh,
@@ -182,11 +189,11 @@ class _LigerFSDP(Checkpointing, _Base):
             reshard_after_forward=self._reshard_after_forward,
             offload=self._offload,
         )
-        group = self.device_mesh["data_parallel"].get_group()
-        self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), group)
+        data = self.device_mesh["data_parallel"].get_group()
+        self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), data)
         report = liger_callback(self._root.trainer).report
         report.sharding = audit(module, self._sharding, mesh)
-        if dtypes.notice:
+        if known is None and dtypes.notice:
             report.note(dtypes.notice)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -206,6 +213,7 @@ class _LigerFSDP(Checkpointing, _Base):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
+        reshard(self._root)
         check_managed(self._root, self._sharding)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -224,6 +232,34 @@ class _LigerFSDP(Checkpointing, _Base):
 
     def on_predict_end(self) -> None:
         reshard(self._root)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        explain_mixture(exception)
+        if self._watch is not None:
+            self._watch.explain(exception)
+
+    def teardown(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        if self._unsharded_gradients is not None:
+            self._unsharded_gradients.remove()
+        if self.world_size == 1:
+            # Nothing has to be gathered. On several ranks the module stays sharded, for what this Trainer does next.
+            self.restore_module()
+        super().teardown()
+
+    def restore_module(self) -> None:
+        """Make the module what it was before it was sharded: plain, whole parameters, on the CPU of every rank.
+
+        All ranks must call it, and each needs host memory for the whole model. A Trainer shards the module again when
+        it runs it next.
+        """
+        replaced = restore(self._root)
+        self._root.cpu()
+        for optimizer in self.optimizers:
+            move_to(optimizer, replaced)
 
 
 def liger_callback(trainer: Any) -> Any:

@@ -14,6 +14,11 @@ from lightning_liger.parallel.groups import parameters_of, policy, sharded_parts
 from lightning_liger.parallel.mesh import SHARD
 from lightning_liger.parallel.shard import Sharding
 
+_TOO_LATE = (
+    "Hooks from on_fit_start on come too late to resize, rebuild or load a model under liger_fsdp: its parameters are "
+    "sharded by then. Do it in __init__, setup or configure_model of the LightningModule."
+)
+
 
 def check_managed(module: nn.Module, sharding: Sharding) -> None:
     """Every parameter is in a group, or is averaged by itself.
@@ -27,9 +32,15 @@ def check_managed(module: nn.Module, sharding: Sharding) -> None:
     if stray:
         names = ", ".join(stray[:3]) + (", ..." if len(stray) > 3 else "")
         raise RuntimeError(
-            f"{len(stray)} parameters were added or replaced after the strategy sharded the module: {names}. "
-            "Hooks from on_fit_start on come too late to resize or rebuild a model under liger_fsdp; do it in "
-            "__init__, setup or configure_model of the LightningModule."
+            f"{len(stray)} parameters were added or replaced after the strategy sharded the module: {names}. {_TOO_LATE}"
+        )
+
+
+def explain_mixture(exception: BaseException) -> None:
+    """Add to PyTorch's errors about operations on sharded parameters where those come from."""
+    if isinstance(exception, RuntimeError) and any(w in str(exception) for w in ("DTensor", "sharding strategy")):
+        exception.args = (
+            f"{exception}\nA parameter that the strategy had sharded was used outside of a forward. {_TOO_LATE}",
         )
 
 

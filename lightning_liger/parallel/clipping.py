@@ -52,7 +52,8 @@ def global_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     totals: list[Tensor] = []
     for (mesh, dimensions), locals_ in grouped.items():
         device = locals_[0].device if mesh is None else torch.device(mesh.device_type)
-        norms = torch._foreach_norm([g for g in locals_ if g.numel()], norm_type, dtype=torch.float32)
+        held = [g for g in locals_ if g.numel()]  # a rank may hold no row of any small parameter
+        norms = torch._foreach_norm(held, norm_type, dtype=torch.float32) if held else ()
         stacked = torch.stack([n.to(device) for n in norms]) if norms else torch.zeros(1, device=device)
         total = stacked.max() if infinite else stacked.pow(norm_type).sum()
         for dimension in dimensions:

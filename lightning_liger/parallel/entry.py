@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from lightning_liger.parallel.groups import begin_as_root, is_gathered, parameters_of
 
@@ -26,6 +27,7 @@ class Entry:
         self.root = root
         self._dtype = dtype
         self._flags: dict[int, bool] = {}
+        self.handles: list[RemovableHandle] = []
         self._held: dict[nn.Module, list[Any]] = {}
         for parameter in parameters_of(root):
             info = parameter._module_info
@@ -79,5 +81,5 @@ def watch_entries(root: nn.Module, inside: Collection[nn.Module], dtype: torch.d
     entry = Entry(root, dtype)
     for module in root.modules():
         if module is not root and module not in inside and any(isinstance(p, DTensor) for p in module.parameters()):
-            module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True)
+            entry.handles.append(module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
     return entry

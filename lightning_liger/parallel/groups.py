@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -107,3 +109,25 @@ def _groups(part: FSDPModule) -> list[Any]:
         return list(several)
     only = state._fsdp_param_group  # torch < 2.12
     return [] if only is None else [only]
+
+
+def dissolve(part: FSDPModule) -> None:
+    """Take ``fully_shard`` back: class, hooks and state. Its parameters must have been replaced by plain ones before."""
+    module: Any = part
+    state = _state(part)
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in _groups(part):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    module.__class__ = type(module).__mro__[2]  # [FSDP<class>, FSDPModule, class, ...]
+    _module_state_mapping.pop(module, None)
+    applied = module.__dict__.get(STATE_KEY, {})
+    for function in [f for f, kept in applied.items() if kept is state]:
+        del applied[function]
+    module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
+    for inner in module.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            inner.__dict__.pop(mark, None)

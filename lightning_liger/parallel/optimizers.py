@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 
@@ -63,3 +64,16 @@ def replace_stale(optimizers: Iterable[Optimizer], current: Mapping[int, torch.n
                     parameters[i] = new
                     replaced += 1
     return replaced
+
+
+def move_to(optimizer: Optimizer, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+    """Let ``optimizer`` go on with other parameters, and with its state for them made whole. A collective."""
+    from torch.distributed.tensor import DTensor
+
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+            optimizer.state[new] = {k: v.to(new.device) if isinstance(v, Tensor) else v for k, v in whole.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from lightning_liger.parallel.entry import Entry, watch_entries
-from lightning_liger.parallel.groups import sharded_parts
+from lightning_liger.parallel.groups import dissolve, parameters_of, sharded_parts
 
 _SHARDED: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -61,7 +62,7 @@ def shard(
     A parameter that no group holds would be trained by each rank on its own data alone, and silently diverge. The root
     is not resharded after its forward: a loss may read the head's weight later, and backward begins there anyway.
 
-    A module that an earlier call sharded stays as it is. What the user's code sharded is left alone, too.
+    What the user's code sharded is left alone.
 
     Args:
         module: the LightningModule, or any module that is called first.
@@ -74,10 +75,6 @@ def shard(
         reshard_after_forward: free a block's parameters between forward and backward.
         offload: keep shards, gradients and with them the optimizer's state in host memory.
     """
-    known = _SHARDED.get(module)
-    if known is not None:
-        reshard(module)
-        return known
     found = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     whole = {n: p for n, p in module.named_parameters() if not _can_be_sharded(p)}
     for parameter in whole.values():
@@ -107,6 +104,48 @@ def shard(
     entry = watch_entries(module, _inside_groups(module), root_policy.param_dtype)
     _SHARDED[module] = Sharding(dict(blocks), found, whole, entry)
     return _SHARDED[module]
+
+
+def already_sharded(module: nn.Module) -> Sharding | None:
+    """What an earlier :func:`shard` did to ``module``, with every group sharded again; None if there was none."""
+    known = _SHARDED.get(module)
+    if known is not None:
+        reshard(module)
+    return known
+
+
+def restore(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Take :func:`shard` back: whole, plain parameters on the CPU, and the module's own classes. A collective.
+
+    Returns:
+        sharded parameter -> the plain one in its place, for optimizers.
+    """
+    sharding = _SHARDED.pop(module, None)
+    if sharding is None:
+        return {}
+    assert sharding.entry is not None
+    for handle in sharding.entry.handles:
+        handle.remove()
+    for name in STEPS:
+        own: Any = module.__dict__.get(name)
+        if hasattr(own, "__wrapped__"):
+            del module.__dict__[name]
+            if getattr(module, name) != own.__wrapped__:
+                module.__dict__[name] = own.__wrapped__
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for part in (*sharding.blocks.values(), *([] if "" in sharding.found else [module])):
+        assert isinstance(part, FSDPModule)
+        for parameter in parameters_of(part):
+            sharded, info = parameter.sharded_param, parameter._module_info
+            plain = nn.Parameter(sharded.detach().full_tensor().cpu(), requires_grad=sharded.requires_grad)
+            replaced[sharded] = plain
+            for owner, name in (
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ):
+                owner._parameters[name] = plain
+        dissolve(part)
+    return replaced
 
 
 def reshard(module: nn.Module) -> None:
