@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_liger.parallel.shard import reshard
 
+# not an attribute of the module: a compiled one hands those on to the module inside
+_ACCEPTING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -81,9 +84,9 @@ def accept_whole_tensors(module: nn.Module) -> None:
     So an ordinary checkpoint loads, and user code that loads weights once training has started keeps working.
     """
     for part in module.modules():
-        if not getattr(part, "_takes_whole_tensors", False):
+        if part not in _ACCEPTING:
             part.register_load_state_dict_pre_hook(_cut_whole_tensors)
-            part._takes_whole_tensors = True  # type: ignore[assignment]
+            _ACCEPTING.add(part)
 
 
 def _cut_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
