@@ -15,7 +15,7 @@ from lightning_liger.kernels.apply import Kernels
 from lightning_liger.kernels.registry import KernelBinding
 from lightning_liger.kernels.rotary import RopeBinding
 from lightning_liger.padding.attention import PackedAttention
-from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones
+from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones, head_size
 from lightning_liger.padding.backends.choice import check_named
 from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.counting import CountedBackbone
@@ -142,7 +142,8 @@ class Accelerated:
                 report.refuse(verdict.reason)
                 self._bind(backbone, CountedBackbone, report)
                 continue
-            check_named(self.settings.attention, verdict.asks | attention_dropout(backbone), type(backbone).__name__)
+            wants = verdict.asks | attention_dropout(backbone)
+            check_named(self.settings.attention, wants, head_size(backbone), type(backbone).__name__)
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
             self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict)

@@ -54,6 +54,15 @@ def attention_dropout(backbone: Any) -> frozenset[str]:
     return frozenset({"attention dropout"} if any(isinstance(p, float) and p > 0 for p in given) else ())
 
 
+def head_size(backbone: Any) -> int | None:
+    """Of queries and keys, as far as the configuration says it."""
+    config = backbone.config
+    size, width, heads = (getattr(config, n, None) for n in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(size, int):
+        return size
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+
+
 def _has_layers(model: nn.Module) -> bool:
     return _takes_tokens(model) and any(isinstance(m, nn.ModuleList) for m in model.modules())
 

@@ -37,7 +37,7 @@ In this order; whatever is not understood runs as it is, and the report says why
 | `attention_mask` of 0 and 1, any dtype | zeros are removed; what it marks stays together, restarting positions or not |
 | `attention_mask` numbering documents 1, 1, 2, 2, 0 | transformers takes a 2 for a 1, so documents of one row see each other, as in the plain run; with `position_ids` that restart at each document they are kept apart |
 | no mask, `position_ids` that restart at 0 | documents are kept apart, also where transformers would forget it because it makes a KV cache |
-| no mask, causal model | the constant tail of each row, but for its first token, is removed: nothing real attends to it |
+| no mask, causal model | the constant tail of each row, but for its first token, is removed: nothing real attends to it, which the first such batch is run both ways to confirm |
 | all ones over what looks like padding, holes, 0 and -inf, 4-D masks, an incoming KV cache, attention weights, router logits, unknown tensors | left padded |
 
 Where documents are kept apart that the plain run would have mixed, the result differs from the plain run on purpose, and the report says so. Everywhere else it is the same: whoever reads a padded position, or the KV cache of a packed call, is given what the padded run gives, and calls of that kind are left padded from then on.

@@ -203,7 +203,7 @@ def test_launches_say_what_is_meant(name: str, kind: str) -> None:
 
 
 def backend_of(run: Any) -> Backend:
-    return Backend("mine", "a backend under test", run)
+    return Backend("mine", "a backend under test", run, head_size=256)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -385,6 +385,8 @@ def test_what_a_model_asks_for_is_an_error_before_training(choices: Any) -> None
         accelerate(causal("gemma2"), Settings(attention="varlen"))
     with pytest.raises(ValueError, match=r"LlamaModel needs more: it has no attention dropout"):
         accelerate(causal("llama", attention_dropout=0.1), Settings(attention="fa4"))
+    with pytest.raises(ValueError, match=r"LlamaModel needs more: its head sizes are multiples of 8 up to 256, not 12"):
+        accelerate(causal("llama", head_dim=12), Settings(attention="fa2"))
     accelerate(causal("llama"), Settings(attention="fa4")).revert()
 
 

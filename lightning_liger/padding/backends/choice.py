@@ -81,8 +81,10 @@ def proved(backend: Backend, features: Features, device: torch.device) -> str:
     return _PROVED[key]
 
 
-def check_named(asked: str, wants: frozenset[str], model: str) -> None:
+def check_named(asked: str, wants: frozenset[str], head_size: int | None, model: str) -> None:
     """Before training: whether the backend asked for by name is there, and can do what a model's layers ask for.
+
+    What only a call can tell (device, dtype, head sizes that the configuration does not name) is checked in the first.
 
     Raises:
         ValueError: naming the option, the reason and the remedy.
@@ -90,7 +92,9 @@ def check_named(asked: str, wants: frozenset[str], model: str) -> None:
     if asked == "auto":
         return
     backend = by_name(asked)
-    reason = backend.unavailable() or (f"{model} needs more: {missing}" if (missing := backend.lacks(wants)) else "")
+    reason = backend.unavailable()
+    if not reason and (missing := backend.lacks(wants) or backend.wrong_size(head_size or 0)):
+        reason = f"{model} needs more: {missing}"
     if reason:
         raise ValueError(refusal(backend, reason))
 

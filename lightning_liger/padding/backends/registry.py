@@ -64,10 +64,14 @@ class Backend:
             return f"it has no kernels for compute capability {have}"
         if self.dtypes and features.dtype not in self.dtypes:
             return f"it computes in {' or '.join(map(short, self.dtypes))}, not in {short(features.dtype)}"
-        for size in (features.head_size, features.value_size):
-            if self.head_size and (size > self.head_size or size % self.head_multiple):
-                return f"its head sizes are multiples of {self.head_multiple} up to {self.head_size}, not {size}"
-        return self.lacks(features.asked()) or self.rule(features)
+        wrong = self.wrong_size(features.head_size) or self.wrong_size(features.value_size)
+        return wrong or self.lacks(features.asked()) or self.rule(features)
+
+    def wrong_size(self, size: int) -> str:
+        """Why it has no kernel for heads of this size, or ``""``."""
+        if self.run is None or (size <= self.head_size and size % self.head_multiple == 0):
+            return ""
+        return f"its head sizes are multiples of {self.head_multiple} up to {self.head_size}, not {size}"
 
     def lacks(self, asked: frozenset[str]) -> str:
         """Which of the things asked for it cannot do, in words, or ``""``."""
