@@ -14,7 +14,7 @@ from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.data.cost import cost_of
 from lightning_liger.data.report import BatchingReport
-from lightning_liger.foreign_strategies import fit_to_strategy
+from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
 from lightning_liger.report import Report, printable
@@ -47,7 +47,7 @@ def _named_options(init: _Init) -> _Init:
 class LigerCallback(_Base):
     """Accelerates the module that a Trainer runs, and leaves it as it was afterwards.
 
-    Works in ``lightning`` and ``pytorch_lightning`` Trainers, with strategies ``auto``, ``ddp`` and
+    Works in ``lightning`` and ``pytorch_lightning`` Trainers, with strategies ``auto``, ``ddp``, ``liger_fsdp`` and
     ``ModelParallelStrategy``. Training, validation and testing are accelerated, prediction and ``generate`` are not.
 
     Args:
@@ -119,6 +119,8 @@ class LigerCallback(_Base):
         if stage == "predict":
             return
         self._check_precision(trainer)
+        if stage == "fit":
+            check_clipping(trainer, pl_module)
         # Models are born in __init__, setup or configure_model; strategy.setup is the first moment when all are there,
         # and the last before they are wrapped and sharded.
         strategy = trainer.strategy

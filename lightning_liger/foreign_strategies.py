@@ -17,9 +17,31 @@ def fit_to_strategy(strategy: Any, settings: Settings) -> tuple[Settings, list[s
     kinds = {k.__name__ for k in type(strategy).__mro__}
     reason = None
     if "FSDPStrategy" in kinds:
-        reason = "FSDP1 flattens the head's weight; use FSDP2 (ModelParallelStrategy) or DDP"
+        reason = "FSDP1 flattens the head's weight; use strategy='liger_fsdp' or DDP"
     elif "DeepSpeedStrategy" in kinds and getattr(strategy, "zero_stage_3", False):
-        reason = "ZeRO stage 3 gives the head's weight back before the loss reads it; use stage 2, FSDP2 or DDP"
+        reason = "ZeRO stage 3 gives the head's weight back before the loss reads it; use stage 2, strategy='liger_fsdp' or DDP"
     if reason is None or not settings.fused_head:
         return settings, []
     return dataclasses.replace(settings, fused_head=False, head=None), [f"Fused LM head + loss: off, because {reason}"]
+
+
+def check_clipping(trainer: Any, module: Any) -> None:
+    """Say before training what FSDP1 says at its first step.
+
+    Raises:
+        ValueError: gradients are to be clipped by norm, which Lightning's ``FSDPStrategy`` cannot do.
+    """
+    if "FSDPStrategy" not in {k.__name__ for k in type(trainer.strategy).__mro__} or not trainer.gradient_clip_val:
+        return
+    own = type(module).configure_gradient_clipping
+    if str(trainer.gradient_clip_algorithm).lower().endswith("value") or _written_by_the_user(own):
+        return
+    raise ValueError(
+        f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which Lightning's FSDPStrategy (FSDP1) cannot do: "
+        "it would raise at the first step. Use strategy='liger_fsdp', or gradient_clip_algorithm='value', or override "
+        "configure_gradient_clipping and call self.trainer.model.clip_grad_norm_ there."
+    )
+
+
+def _written_by_the_user(method: Any) -> bool:
+    return not str(method.__module__).startswith(("lightning.", "pytorch_lightning."))

@@ -22,10 +22,18 @@ from lightning_liger.parallel.blocks import find_blocks
 from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
-from lightning_liger.parallel.groups import compute_dtypes, sharded_parts
+from lightning_liger.parallel.groups import compute_dtypes
 from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
 from lightning_liger.parallel.optimizers import move_to, no_mixed_lists, replace_stale, use_fused
-from lightning_liger.parallel.shard import Sharding, already_sharded, reshard, restore, same_on_all_ranks, shard
+from lightning_liger.parallel.shard import (
+    Sharding,
+    already_sharded,
+    foreign_parts,
+    reshard,
+    restore,
+    same_on_all_ranks,
+    shard,
+)
 from lightning_liger.precision import DTypes, dtypes_for, precision_class, store_parameters
 from lightning_liger.trees import installed_trees
 
@@ -87,6 +95,7 @@ class _LigerFSDP(Checkpointing, _Base):
         self._sharding = Sharding()
         self._unsharded_gradients: UnshardedGradients | None = None
         self._watch: FailureWatch | None = None
+        self._inside_manual_step = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for a Trainer of {_tree_of(self)}; strategy='liger_fsdp' fits any Trainer>"
@@ -120,6 +129,8 @@ class _LigerFSDP(Checkpointing, _Base):
 
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
+        if self.root_device.type == "mps":
+            raise ValueError("The liger_fsdp strategy shards over CUDA devices or CPUs; on MPS use strategy='auto'.")
         check_sizes(self.num_processes * self.num_nodes, self._replicas)
 
     @property
@@ -169,21 +180,20 @@ class _LigerFSDP(Checkpointing, _Base):
 
     def _shard(self, module: nn.Module) -> None:
         mesh, device = sharding_mesh(self.device_mesh), self.root_device
-        known = already_sharded(module)
         dtypes: DTypes = self.precision_plugin.liger_dtypes
-        if known is None:
-            dtypes = dtypes.following({d for part in sharded_parts(module) for d in compute_dtypes(part)})
+        dtypes = dtypes.following({d for part in foreign_parts(module) for d in compute_dtypes(part)})
+        root_policy = dtypes.policy(cast_inputs=False)
 
         def prepare(part: nn.Module) -> None:
             store_parameters(part, dtypes)
             same_on_all_ranks(part, device)
 
-        self._sharding = known or shard(
+        self._sharding = already_sharded(module, root_policy, self._offload) or shard(
             module,
             find_blocks(module, lazy_heads(module)),
             mesh,
             device,
-            root_policy=dtypes.policy(cast_inputs=False),
+            root_policy=root_policy,
             block_policy=dtypes.policy(cast_inputs=True),
             prepare=prepare,
             reshard_after_forward=self._reshard_after_forward,
@@ -193,7 +203,7 @@ class _LigerFSDP(Checkpointing, _Base):
         self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), data)
         report = liger_callback(self._root.trainer).report
         report.sharding = audit(module, self._sharding, mesh)
-        if known is None and dtypes.notice:
+        if dtypes.notice:
             report.note(dtypes.notice)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -208,7 +218,7 @@ class _LigerFSDP(Checkpointing, _Base):
             use_fused(optimizer)
             no_mixed_lists(optimizer)
             # what is gathered when an optimizer steps holds the values of before
-            optimizer.register_step_post_hook(lambda *_: reshard(self._root))
+            optimizer.register_step_post_hook(lambda *_: self._refresh())
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -216,8 +226,28 @@ class _LigerFSDP(Checkpointing, _Base):
         reshard(self._root)
         check_managed(self._root, self._sharding)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._root.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        self._inside_manual_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._inside_manual_step = False
+            reshard(self._root)
+
+    def _refresh(self) -> None:
+        """Let go of gathered parameters; the module's own are gathered again for what follows in a manual step."""
+        reshard(self._root)
+        if self._inside_manual_step and self._root._parameters and self._sharding.entry is not None:
+            self._sharding.entry.gather()
+
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         reduce_after_backward(self._root, closure_loss)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._inside_manual_step:
+            self._refresh()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -245,10 +275,10 @@ class _LigerFSDP(Checkpointing, _Base):
             self._watch.stop()
         if self._unsharded_gradients is not None:
             self._unsharded_gradients.remove()
+        super().teardown()
         if self.world_size == 1:
             # Nothing has to be gathered. On several ranks the module stays sharded, for what this Trainer does next.
             self.restore_module()
-        super().teardown()
 
     def restore_module(self) -> None:
         """Make the module what it was before it was sharded: plain, whole parameters, on the CPU of every rank.
@@ -256,6 +286,8 @@ class _LigerFSDP(Checkpointing, _Base):
         All ranks must call it, and each needs host memory for the whole model. A Trainer shards the module again when
         it runs it next.
         """
+        if self._root is None:
+            return
         replaced = restore(self._root)
         self._root.cpu()
         for optimizer in self.optimizers:

@@ -29,6 +29,12 @@ def find_blocks(module: nn.Module, whole: Collection[nn.Module] = ()) -> dict[st
     return {name: block for name, block in candidates.items() if name not in sharing}
 
 
+def chooses_submodules(block: nn.Module) -> bool:
+    """Whether a block holds like modules of which each token takes some (experts): ranks may then use different ones."""
+    lists = (m for m in block.modules() if isinstance(m, nn.ModuleList))
+    return any(classes.count(classes[0]) > 1 for m in lists if (classes := [type(e) for e in m]))
+
+
 def _walk(module: nn.Module, path: str, whole: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     blocks = _like_entries(module, whole) if isinstance(module, (nn.ModuleList, nn.Sequential)) else set()
     for name, child in module.named_children():

@@ -111,6 +111,27 @@ def _groups(part: FSDPModule) -> list[Any]:
     return [] if only is None else [only]
 
 
+def reduce_unused(part: Any) -> None:
+    """Count parameters without a gradient as zeros, so that ranks that used different ones reduce the same list."""
+    if hasattr(part, "set_reduce_scatter_unused_params"):
+        part.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in _groups(part):  # torch < 2.13
+        _fill_before_reducing(group, group.post_backward)
+
+
+def _fill_before_reducing(group: Any, post_backward: Callable[..., None]) -> None:
+    def filled(*unused: Any) -> None:
+        if group.reduce_grads and group.is_unsharded:
+            for parameter in group.fsdp_params:
+                whole = parameter._unsharded_param
+                if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
+                    whole.grad = torch.zeros_like(whole)
+        post_backward(*unused)
+
+    group.post_backward = filled
+
+
 def dissolve(part: FSDPModule) -> None:
     """Take ``fully_shard`` back: class, hooks and state. Its parameters must have been replaced by plain ones before."""
     module: Any = part

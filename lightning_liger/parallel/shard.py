@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +20,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from lightning_liger.parallel.blocks import chooses_submodules
 from lightning_liger.parallel.entry import Entry, watch_entries
-from lightning_liger.parallel.groups import dissolve, parameters_of, sharded_parts
+from lightning_liger.parallel.groups import dissolve, parameters_of, reduce_unused, sharded_parts
 
-_SHARDED: weakref.WeakKeyDictionary[nn.Module, Sharding] = weakref.WeakKeyDictionary()
+_RECORD = "_liger_sharding"  # on the module itself: it goes when the module goes
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -37,12 +37,14 @@ class Sharding:
         found: paths of groups that the user's code had made before.
         whole: parameters that no group manages: each rank holds all of them, and their gradients must be averaged.
         entry: gathers the root's group for whoever comes in past its forward.
+        options: what a second Trainer must agree with.
     """
 
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
     whole: dict[str, nn.Parameter] = field(default_factory=dict)
     entry: Entry | None = None
+    options: tuple[MixedPrecisionPolicy, bool] | None = None
 
 
 def shard(
@@ -96,21 +98,41 @@ def shard(
 
     for block in blocks.values():
         make_group(block, block_policy, reshard_after_forward)
+        if chooses_submodules(block):
+            reduce_unused(block)
     if not isinstance(module, FSDPModule):
         make_group(module, root_policy, False)
     for name in STEPS:
         if callable(getattr(module, name, None)):
             register_fsdp_forward_method(module, name)
     entry = watch_entries(module, _inside_groups(module), root_policy.param_dtype)
-    _SHARDED[module] = Sharding(dict(blocks), found, whole, entry)
-    return _SHARDED[module]
+    sharding = Sharding(dict(blocks), found, whole, entry, (root_policy, offload))
+    module.__dict__[_RECORD] = sharding
+    return sharding
 
 
-def already_sharded(module: nn.Module) -> Sharding | None:
-    """What an earlier :func:`shard` did to ``module``, with every group sharded again; None if there was none."""
-    known = _SHARDED.get(module)
-    if known is not None:
-        reshard(module)
+def foreign_parts(module: nn.Module) -> list[FSDPModule]:
+    """What somebody else sharded inside of ``module``."""
+    known: Sharding | None = module.__dict__.get(_RECORD)
+    parts = {name: m for name, m in module.named_modules() if isinstance(m, FSDPModule)}
+    return [m for name, m in parts.items() if known is None or name in known.found]
+
+
+def already_sharded(module: nn.Module, root_policy: MixedPrecisionPolicy, offload: bool) -> Sharding | None:
+    """What an earlier :func:`shard` did to ``module``, with every group sharded again; None if there was none.
+
+    Raises:
+        ValueError: it was done with other dtypes, or another place for the parameters.
+    """
+    known: Sharding | None = module.__dict__.get(_RECORD)
+    if known is None:
+        return None
+    if known.options != (root_policy, offload):
+        raise ValueError(
+            "An earlier Trainer sharded this module with another precision= or offload=. Use the same options, or call "
+            "restore_module() of that Trainer's strategy on every rank first."
+        )
+    reshard(module)
     return known
 
 
@@ -120,7 +142,7 @@ def restore(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     Returns:
         sharded parameter -> the plain one in its place, for optimizers.
     """
-    sharding = _SHARDED.pop(module, None)
+    sharding: Sharding | None = module.__dict__.pop(_RECORD, None)
     if sharding is None:
         return {}
     assert sharding.entry is not None

@@ -282,6 +282,64 @@ class OneLinear(L.LightningModule):
         return sgd(self.parameters())
 
 
+class ManualOnTheModule(OnTheModule):
+    """Reads its own parameters after each of two optimizer steps by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss.detach() * self.scale.detach().float().sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Routed(nn.Module):
+    """Experts in a list, chosen by the batch: ranks use different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            taken = chosen == i
+            if taken.any():
+                out[taken] = expert(self.norm(x[taken]))
+        return x + out
+
+
+class ChoosesExperts(IsTheModel):
+    """Each row goes to one expert by its length; a spare layer and a spare block are never used."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.blocks = nn.ModuleList(Routed() for _ in range(3))
+            self.spare = nn.Linear(3, 3)
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        x = self.embed(ids) + self.features(features)
+        lengths = features[..., 1].sum(-1).long()
+        for i, block in enumerate(self.blocks[:2]):
+            x = block(x, (lengths + i) % 3)
+        return self.head(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.2)
+
+
 class Experts(_Labels, L.LightningModule):
     """A mixture of experts."""
 
