@@ -29,7 +29,7 @@ from lightning_liger.padding.plain_decoder.decoder import (
 )
 from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
 from lightning_liger.padding.probe import Verdict, packing_verdict
-from lightning_liger.patching import BypassedGenerate, Rebound, Switch, inside_compiled, live_binding
+from lightning_liger.patching import BypassedGenerate, Rebound, Switch, calls_compiled, inside_compiled, live_binding
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
 
@@ -96,9 +96,7 @@ class Accelerated:
         compiled = inside_compiled(module)
         self._remove_padding(module, compiled)
         decoders = self._remove_padding_of_decoders(module, compiled)
-        # what a backbone hands to its layers are ordinary tensors; any other compiled code would see ours
-        inside = {m for b in self._backbones if b not in compiled for m in b.modules()}
-        self.book.follow = compiled <= inside
+        self.book.follow = compiled <= self._behind_backbones() and not calls_compiled(module)
         if self.settings.fused_head:
             self._fuse_heads(module, compiled)
         else:
@@ -110,6 +108,12 @@ class Accelerated:
                 type(model), "prepare_inputs_for_generation"
             ):
                 self._bind(model, BypassedGenerate)
+
+    def _behind_backbones(self) -> set[nn.Module]:
+        """What is called with ordinary tensors only, whatever tensors a step sees."""
+        kinds = (PackedBackbone, CountedBackbone)
+        found = [b for b in self._backbones if any(live_binding(b, k.name, self._switch, k) for k in kinds)]
+        return {m for b in found for m in b.modules()}
 
     def _bind(self, module: nn.Module, kind: type[Rebound], *args: Any) -> bool:
         """Bind once; True if it was new."""

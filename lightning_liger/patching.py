@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -151,3 +152,29 @@ def inside_compiled(module: nn.Module) -> set[nn.Module]:
         if compiled and model not in found:
             found.update(model.modules())
     return found
+
+
+# Whose compiled functions, if any, are not handed what a step makes of its batch.
+_LIBRARIES = ("torch", "transformers", "lightning", "pytorch_lightning", "peft", "lightning_liger", "builtins", "abc")
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile``d functions stand beside the code of ``module``: in its attributes, classes or files."""
+    seen: set[Any] = set()
+    for part in module.modules():
+        if any(_is_compiled(value) for value in vars(part).values()):
+            return True
+        for kind in type(part).__mro__:
+            if kind in seen or kind.__module__.split(".")[0] in _LIBRARIES:
+                continue
+            seen.add(kind)
+            file = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+            if any(_is_compiled(value) for value in (*vars(kind).values(), *file.values())):
+                return True
+    return False
+
+
+def _is_compiled(value: Any) -> bool:
+    if not inspect.isfunction(value):
+        return False
+    return "_torchdynamo_orig_callable" in vars(value) and "_torchdynamo_disable" not in vars(value)

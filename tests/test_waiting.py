@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from helpers import (
     loader,
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from transformers import BatchEncoding
 
@@ -225,6 +227,42 @@ def test_labels_from_elsewhere_are_read_back_and_said_so(monkeypatch: pytest.Mon
     assert_same(plain, ours)
     assert_engaged(ours)
     assert "waits for the device" in ours.report["fused_head"]["off"][0]
+
+
+class Copying(SingleDeviceStrategy):
+    """Batches are copied, as to a device; compiled code runs as anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply_to_collection(batch, Tensor, Tensor.clone)
+
+
+def test_compiled_functions_see_ordinary_tensors() -> None:
+    def prepared(labels: Tensor) -> Tensor:
+        labels = labels[:, 1:].flatten()
+        return labels.where(labels != PAD, -100)
+
+    def compiled(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        labels = model.prepared(batch["labels"])
+        return F.cross_entropy(_logits(model, batch)[:, :-1].flatten(0, 1), labels)
+
+    def out_of_sight(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        labels = elsewhere.prepared(batch["labels"])
+        return F.cross_entropy(_logits(model, batch)[:, :-1].flatten(0, 1), labels)
+
+    elsewhere = SimpleNamespace(prepared=torch.compile(prepared, backend="aot_eager"))
+    for loss in (compiled, out_of_sight):
+        runs = []
+        for callback in (None, LigerCallback(verbose=False)):
+            step = Step(loss)
+            step.model.prepared = torch.compile(prepared, backend="aot_eager", fullgraph=True)
+            if loss is out_of_sight:
+                del step.model.prepared
+            runs.append(fit(step, loader(), callback, strategy=Copying(), accelerator="auto"))
+        assert_same(*runs)
+        assert_engaged(runs[1])
 
 
 def test_labels_outside_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

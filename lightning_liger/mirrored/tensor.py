@@ -43,6 +43,8 @@ class Mirrored(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_graphs(func, args, kwargs)
         others = [t for t in types if t is not cls and t is not Tensor]
         if any(t.__name__ in _DECIDE_THEMSELVES for t in others):
             return NotImplemented
@@ -52,6 +54,12 @@ class Mirrored(Tensor):
         from lightning_liger.mirrored.running import run
 
         return run(func, args, kwargs)
+
+
+# Compiled graphs take tensors of no other class: what is asked of ours breaks them, and is done in between.
+@torch.compiler.disable
+def _outside_of_graphs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def mirror(tensor: Tensor, values: Tensor) -> Tensor:
