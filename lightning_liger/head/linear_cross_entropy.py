@@ -121,6 +121,7 @@ def _chunks(
     d_weight = WeightSum(weight, dtype, single=len(parts) == 1) if want and wanted[1] else None
     logits = _LogitsBuffer(parts, vocab, dtype, rows.device) if triton else None
     chunk_loss = _triton_chunk if triton else _torch_chunk
+    gradient: Tensor | None = None
     with torch.autocast(rows.device.type, enabled=False):
         for part in parts:
             h = rows[part].detach().to(dtype)
@@ -136,6 +137,8 @@ def _chunks(
                 d_weight.add(gradient, h)
             if d_bias is not None:
                 d_bias += gradient.sum(0, dtype=sums)
+    # the weight's gradient is cast where the last chunk was, not beside it
+    logits = gradient = None
     return losses, (
         d_rows,
         None if d_weight is None else d_weight.value(),
