@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,9 @@ def shard(
             reduce_unused(block)
     if not isinstance(module, FSDPModule):
         make_group(module, root_policy, False)
+        # What the root returns is a loss; nobody writes into it, and torch's advice about views would only alarm.
+        about_views = rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view tensor"
+        warnings.filterwarnings("ignore", message=about_views)
     for name in STEPS:
         if callable(getattr(module, name, None)):
             register_fsdp_forward_method(module, name)
