@@ -25,9 +25,9 @@ from lightning_liger.padding.plain_decoder.decoder import (
     PackedDecoder,
     PackedEmbedding,
     PackedHead,
-    PackedRows,
 )
 from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
+from lightning_liger.padding.plain_decoder.parts import PackedPart
 from lightning_liger.padding.probe import Verdict, packing_verdict
 from lightning_liger.patching import BypassedGenerate, Rebound, Switch, calls_compiled, inside_compiled, live_binding
 from lightning_liger.report import Report
@@ -172,14 +172,17 @@ class Accelerated:
                 self._bind(table, PackedEmbedding)
             for block in decoder.blocks:
                 self._bind(block, PackedBlock)
-            for part in model.modules():
-                binding = live_binding(part, "forward", self._switch, KernelBinding)
-                if binding is not None and not isinstance(binding, RopeBinding):
-                    self._bind(part, PackedRows)
+            on_kernels = [m for m in model.modules() if self._runs_by_row(m)]
+            for part in (*on_kernels, *decoder.parts):
+                self._bind(part, PackedPart, part in on_kernels)
             if self._bind(model, PackedDecoder, self.book, self.report, self.settings.attention):
                 report.applied += 1
                 report.name(name)
         return packed
+
+    def _runs_by_row(self, module: nn.Module) -> bool:
+        binding = live_binding(module, "forward", self._switch, KernelBinding)
+        return binding is not None and not isinstance(binding, RopeBinding)
 
     def _fuse_heads(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.head

@@ -96,6 +96,33 @@ def test_nothing_is_disturbed_by_the_comparison() -> None:
     assert report["fused_head"]["fused_calls"] == 1
 
 
+def test_parts_that_see_one_token_at_a_time_run_on_rows() -> None:
+    class Gated(nn.Module):
+        """An MLP that knows where its tokens stand."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gate = models.mlp(), nn.Parameter(torch.randn(models.LONGEST, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.gate[: x.shape[1]]
+
+    torch.manual_seed(0)
+    model = models.Llama("passed")
+    model.layers[1].mlp = Gated()
+    ids, labels = batch()
+    plain = copy.deepcopy(model)
+    handle = accelerate(model)
+    for each in (model, plain):
+        F.cross_entropy(each(ids).flatten(0, 1), labels.flatten()).backward()
+    assert handle.report.padding.packed_calls == 1
+    first, second = (layer for layer in model.layers)
+    by_row = [vars(m)["forward"].by_row for m in (first.norm_1, first.mlp, second.norm_2, second.mlp)]
+    assert by_row == [True, True, True, False]
+    gradients = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
+    assert relative_all(*gradients) < 1e-5
+
+
 def test_copies_pickles_and_what_is_left_after() -> None:
     torch.manual_seed(0)
     model = models.Llama("passed")

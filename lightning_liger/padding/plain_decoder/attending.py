@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_liger.padding.attention import PackedCall, attention_forward
 from lightning_liger.padding.layout import Layout
 from lightning_liger.padding.plain_decoder.dispatch import handles
-from lightning_liger.padding.plain_decoder.ragged import Packing, RaggedTensor, Unpackable, rows_of, wrap
+from lightning_liger.padding.plain_decoder.ragged import Packing, RaggedTensor, Unpackable, note_place, rows_of, wrap
 
 # Scores below this are zero after a softmax, whatever the others are.
 _MASKED = -1e4
@@ -51,6 +51,7 @@ def attend(
     Raises:
         Unpackable: it would look at padded positions, or beyond a document.
     """
+    note_place("attention")
     given = (query, key, value)
     if not all(isinstance(t, RaggedTensor) for t in given):
         raise Unpackable("attention to keys or queries that do not belong to the batch's tokens (a cache, a prefix)")

@@ -30,6 +30,7 @@ from lightning_liger.padding.plain_decoder.ragged import (
     gather,
     inside_block,
     is_outside_blocks,
+    note_place,
     rows_of,
     wrap,
 )
@@ -176,6 +177,7 @@ class PackedEmbedding(Rebound):
         ):
             return self.original(*args, **kwargs)
         run.embedded = True
+        note_place("an embedding of token ids")
         module, ids = self.module, ordinary(ids)
         if self.previous is None and type(module).forward is nn.Embedding.forward and module.max_norm is None:
             rows = self.original(gather(ids, run.packing, 0, 1))
@@ -239,15 +241,3 @@ def _leave(run: DecoderRun, value: Any, path: tuple[Any, ...]) -> Any:
         kind: Any = type(value)
         return kind(**{n: _leave(run, v, (*path, Attribute(n))) for n, v in fields.items()})
     return value
-
-
-class PackedRows(Rebound):
-    """``forward`` of a module that runs on a kernel row by row: the kernel is given the rows."""
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not isinstance(args[0], RaggedTensor):
-            return self.original(*args, **kwargs)
-        tensor = args[0]
-        if max(tensor.batch, tensor.seq) == tensor.dim() - 1:
-            return self.original(tensor)
-        return wrap(self.original(rows_of(tensor)), tensor.packing, tensor.batch, tensor.seq)

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_liger.padding.plain_decoder.ragged import (
     OUTSIDE,
+    RUN,
     RaggedTensor,
     Unpackable,
     is_outside_blocks,
-    native,
 )
 
 T = Tensor
@@ -75,6 +75,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _unknown(func, args, kwargs) if result is NotImplemented else result
 
 
+RUN.append(run)
+
+
 def _refuse_functions() -> None:
     """A custom autograd function shows in the graph, but not where reentrant checkpointing runs it without one.
 
@@ -94,7 +97,7 @@ def _unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _NEW and isinstance(first, RaggedTensor):
         return func(first.data_.detach(), *args[1:], **kwargs)
     if func in _GEOMETRY and len(args) == 2 and isinstance(args[1], RaggedTensor):
-        shape = native(args[1], T.size)
+        shape = args[1].size_
         return first.expand(shape) if func is T.expand_as else first.reshape(shape)
     if func is T.__repr__:
         return f"RaggedTensor(shape={tuple(first.shape)}, dtype={first.dtype})"

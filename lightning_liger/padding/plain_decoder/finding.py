@@ -31,6 +31,7 @@ class Decoder:
     module: nn.Module
     embeddings: tuple[nn.Embedding, ...]
     blocks: tuple[nn.Module, ...]
+    parts: tuple[nn.Module, ...]
 
 
 def find_decoders(module: nn.Module) -> list[Decoder]:
@@ -56,7 +57,8 @@ def find_decoders(module: nn.Module) -> list[Decoder]:
             continue
         taken.add(candidate)
         callable_blocks = tuple(dict.fromkeys(b for b in blocks if _has_forward(b)))
-        found.append(Decoder(candidate, embeddings, callable_blocks))
+        parts = tuple(dict.fromkeys(p for b in blocks for p in _parts(b, attending)))
+        found.append(Decoder(candidate, embeddings, callable_blocks, parts))
     return found[::-1]
 
 
@@ -72,6 +74,17 @@ def _is_block(module: nn.Module, attending: dict[nn.Module, bool]) -> bool:
         if inner not in attending:
             attending[inner] = _attends(inner)
     return any(attending[m] for m in module.modules())
+
+
+def _parts(module: nn.Module, attending: dict[nn.Module, bool]) -> Iterator[nn.Module]:
+    """The largest modules inside that do not attend, but for PyTorch's own, which are one operator each."""
+    for child in module.children():
+        if any(attending[m] for m in child.modules()):
+            yield from _parts(child, attending)
+        elif _has_forward(child) and (list(child.children()) or not type(child).__module__.startswith("torch.")):
+            yield child
+        elif not _has_forward(child):
+            yield from _parts(child, attending)
 
 
 def _attends(module: nn.Module) -> bool:

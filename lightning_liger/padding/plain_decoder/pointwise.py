@@ -10,7 +10,15 @@ from torch import Tensor
 
 from lightning_liger.head.rows import take_rows
 from lightning_liger.padding.plain_decoder.dispatch import handles, name_of, named
-from lightning_liger.padding.plain_decoder.ragged import Packing, RaggedTensor, Unpackable, native, rows_of, wrap
+from lightning_liger.padding.plain_decoder.ragged import (
+    Packing,
+    RaggedTensor,
+    Unpackable,
+    native,
+    note_place,
+    rows_of,
+    wrap,
+)
 
 T = Tensor
 
@@ -157,6 +165,7 @@ def read_dense(value: Tensor, packing: Packing, dims: int, batch: int, seq: int)
         return flat
     if sizes == (1, 1):
         return flat[0]
+    note_place("a tensor over the batch or the sequence")
     gather = packing.layout.on(value.device).gather
     if sizes == (rows * length,):
         return flat[gather]

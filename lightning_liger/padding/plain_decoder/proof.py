@@ -58,6 +58,11 @@ def disagreement(decoder: PackedDecoder, args: tuple[Any, ...], kwargs: dict[str
         return f"forward hooks on its module {hooked!r} would see hidden states of real tokens alone"
     device = next((a.device for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)), torch.device("cpu"))
     with _undisturbed(decoder.module, device):
+        watched = WATCHED.set(True)
+        try:
+            decoder.packed(args, kwargs, layout)
+        finally:
+            WATCHED.reset(watched)
         packed = decoder.packed(args, kwargs, layout)
         kept = next((n for n, m in decoder.module.named_modules() if _keeps(m)), None)
         padded = decoder.original(*args, **kwargs)
@@ -83,11 +88,9 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(_WithoutDropout())
-        watched = WATCHED.set(True)
         try:
             yield
         finally:
-            WATCHED.reset(watched)
             for buffer, version, before in buffers:
                 if buffer._version != version:
                     buffer.copy_(before)

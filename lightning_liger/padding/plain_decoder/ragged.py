@@ -30,6 +30,18 @@ OUTSIDE: ContextVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
     "lightning_liger_outside", default=None
 )
 
+# The dispatcher, which puts itself here: it imports this module.
+RUN: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+
+# What the running code has done that depends on where a token stands; None while nobody asks.
+PLACES: ContextVar[list[str] | None] = ContextVar("lightning_liger_places", default=None)
+
+
+def note_place(what: str) -> None:
+    """Note that a result depends on the rows or columns of tokens, not on the tokens alone."""
+    if (found := PLACES.get()) is not None:
+        found.append(what)
+
 
 class Unpackable(PackingError):
     """The decoder does something that cannot be done on real tokens alone; the text says what."""
@@ -71,6 +83,7 @@ class RaggedTensor(Tensor):
     Attributes:
         packing: layout and options of the call.
         data_: ``(T, *others)``, the dimensions other than the ragged ones in their order.
+        size_: the logical shape.
         batch, seq: where ``B`` and ``S`` stand in the logical shape; equal where one dimension of ``B * S`` holds both.
         node: the autograd node that leads from this wrapper to the rows, where there is one.
         shared: another ragged tensor may hold the same memory.
@@ -79,6 +92,7 @@ class RaggedTensor(Tensor):
 
     packing: Packing
     data_: Tensor
+    size_: torch.Size
     batch: int
     seq: int
     node: Any
@@ -102,6 +116,7 @@ class RaggedTensor(Tensor):
             # as code may ask, and so that what a foreign autograd function makes of it can be told
             requires_grad=data.requires_grad and torch.is_grad_enabled(),
         )
+        made.size_ = torch.Size(shape)
         made.packing, made.data_, made.batch, made.seq = packing, data, batch, seq
         made.node, made.shared, made.outside = None, False, is_outside_blocks()
         return made
@@ -110,13 +125,35 @@ class RaggedTensor(Tensor):
     def __init__(self, data: Tensor, packing: Packing, batch: int, seq: int) -> None:
         super().__init__()
 
+    # What is asked most, without a detour through the dispatcher.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.size_
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.data_.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.data_.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.size_)
+
+    def dim(self) -> int:
+        return len(self.size_)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.size_ if dim is None else self.size_[dim]
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from lightning_liger.padding.plain_decoder.dispatch import run
-
-        return run(func, args, kwargs or {})
+        return RUN[0](func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -161,9 +198,10 @@ def rows_of(tensor: RaggedTensor) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return tensor.data_
-    grad_fn = native(tensor, _GRAD_FN)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad_fn = _GRAD_FN(tensor)
     if grad_fn is None:
-        if not native(tensor, _REQUIRES_GRAD) or tensor.data_.requires_grad:
+        if tensor.data_.requires_grad or not native(tensor, _REQUIRES_GRAD):
             return tensor.data_
         # detached and made a leaf: the input of a block that reentrant checkpointing computes again
         rows: Tensor = _Rows.apply(tensor)
