@@ -20,7 +20,7 @@ GROUPS = {
     "structures": ("test_structures.py", ""),
     "rotary": ("test_rotary.py", ""),
     "litgpt": ("test_litgpt.py", ""),
-    "decoders": ("test_decoders.py", ""),
+    "decoders": ("test_plain_decoders.py", ""),
     "refusals": ("test_refusals.py", ""),
     "isolation": ("test_isolation.py", ""),
     "copies": ("test_copies.py", ""),
