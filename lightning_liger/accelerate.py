@@ -165,6 +165,7 @@ class Accelerated:
             if not compiled.isdisjoint(model.modules()):
                 report.refuse(f"{name} {_COMPILED}" if model in compiled else f"{name}: its layers are compiled")
                 continue
+            check_named(self.settings.attention, frozenset(), None, name)
             packed.append(decoder)
             if callable(getattr(type(model), "generate", None)):
                 self._bind(model, BypassedGenerate)

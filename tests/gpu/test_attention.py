@@ -31,7 +31,6 @@ def _features(head_size: int, heads: int, groups: int, **changes: Any) -> Featur
     return replace(plain, capability=torch.cuda.get_device_capability(), **changes)
 
 
-# Each compiles kernels of its own in FlashAttention 4 and FlexAttention, so what can go together does.
 CASES: dict[str, dict[str, Any]] = {
     "heads of 64, seven to one": {"head_size": 64, "heads": 14, "groups": 2},
     "heads of 64, each its own": {"head_size": 64, "heads": 4, "groups": 4, "scale": 0.3},
@@ -44,6 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
     "both directions in a window": {"head_size": 64, "heads": 4, "groups": 4, "causal": False, "window": 100},
     "sinks in a window": {"head_size": 64, "heads": 8, "groups": 1, "sinks": True, "window": 100},
 }
+# FlashAttention 4 and FlexAttention compile for each case; these between them have everything.
+COMPILED = ("fa4", "flex")
+COMPILED_CASES = ("heads of 64, seven to one", "heads of 128, four to one", "soft-cap in a window")
+COMPILED_CASES += ("both directions in a window", "sinks in a window")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,12 +54,14 @@ CASES: dict[str, dict[str, Any]] = {
 def test_documents_are_equal_and_apart(name: str, case: str) -> None:
     """Output, gradients, and nothing of one document in another; what ``prove`` compares is what is asserted."""
     backend, features = by_name(name), _features(**CASES[case])
+    if name in COMPILED and case not in COMPILED_CASES:
+        pytest.skip("saves compiling")
     if reason := backend.unavailable() or backend.cannot(features):
         pytest.skip(reason)
     assert prove(backend, features, torch.device("cuda", 0)) == ""
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex", "fa4"])
+@pytest.mark.parametrize("name", ["varlen", "fa4"])
 def test_fp16(name: str) -> None:
     backend, features = by_name(name), _features(64, 8, 2, dtype=torch.float16)
     if reason := backend.unavailable() or backend.cannot(features):

@@ -101,18 +101,24 @@ def test_flex_attention_computes_each_document(kind: str) -> None:
 @torch.no_grad()
 def test_flex_attention_is_compiled_twice_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.testing import CompileCounter
-    from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(flex_attention, backend=counter)
-    monkeypatch.setattr(flex, "_runner", lambda device: compiled)
-    for lengths in ((100, 50), (110, 90), (300, 200), (600, 200), (900, 200), (1900, 200)):
-        for features in (PLAIN, replace(PLAIN, window=20), replace(PLAIN, causal=False)):
-            shape = (1, 4, sum(lengths), 16)
-            q, k, v = torch.randn(shape), torch.randn(shape)[:, :2], torch.randn(shape)[:, :2]
-            flex.flex(q, k, v, layout_of(*lengths), features, None)
-    assert counter.frame_count == 2
+    counter, compile, runner = CompileCounter(), torch.compile, flex._runner
+    monkeypatch.setattr(torch, "compile", lambda function: compile(function, backend=counter))
+    monkeypatch.setattr(flex, "_runner", lambda device, kind: runner("cuda", kind))
+    kinds = [PLAIN, replace(PLAIN, heads=6, kv_heads=3)]
+    for kind in kinds:
+        for lengths in ((100, 50), (110, 90), (300, 200), (600, 200), (1900, 200)):
+            for features in (kind, replace(kind, window=20), replace(kind, causal=False)):
+                shape = (1, kind.heads, sum(lengths), 16)
+                q, k, v = (
+                    torch.randn(shape),
+                    torch.randn(shape)[:, : kind.kv_heads],
+                    torch.randn(shape)[:, : kind.kv_heads],
+                )
+                flex.flex(q, k, v, layout_of(*lengths), features, None)
+    assert counter.frame_count == 2 * len(kinds)
+    runner.cache_clear()
 
 
 # -- FlashAttention ----------------------------------------------------------------------------------------------------
@@ -367,6 +373,16 @@ def test_a_name_is_taken_at_its_word(choices: Any, name: str, features: Features
 def test_a_missing_device_is_an_error_before_training(name: str) -> None:
     with pytest.raises(ValueError, match=f"attention='{name}'.*needs a CUDA device.*attention='auto'.*'sdpa'"):
         accelerate(causal(), Settings(attention=name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_missing_device_is_an_error_for_plain_decoders() -> None:
+    import decoder_models
+
+    model = decoder_models.NanoGPT()
+    with pytest.raises(ValueError, match=r"attention='varlen'.*needs a CUDA device.*attention='auto'"):
+        accelerate(model, Settings(attention="varlen"))
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 def test_a_missing_package_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

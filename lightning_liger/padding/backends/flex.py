@@ -7,7 +7,10 @@ at once, so one compiled kernel serves all layers. The batch is lengthened to on
 from __future__ import annotations
 
 import functools
+import itertools
+import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.layout import Layout
 
 BLOCK = 128
+_NUMBERS = itertools.count()
 
 
 def bucket(tokens: int) -> int:
@@ -95,13 +99,24 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return capped
 
 
-@functools.cache
-def _runner(device: str) -> Callable[..., Any]:
-    """Compiled on CUDA: once for each kind of layer and the first size, once more for all other sizes."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    run: Any = flex_attention
-    return torch.compile(run) if device == "cuda" else run
+    return flex_attention(q, k, v, **options)
+
+
+@functools.cache
+def _runner(device: str, features: Features) -> Callable[..., Any]:
+    """Compiled on CUDA, for one kind of layer: once for the first size, and once more for all others.
+
+    Each kind has code and name of its own. The compiler counts by code, and after eight kinds would run the ninth
+    without compiling it; and what differs between two calls of one name it takes for something that keeps changing.
+    """
+    if device != "cuda":
+        return _attention
+    name = f"flex_attention_{next(_NUMBERS)}"
+    own = types.FunctionType(_attention.__code__.replace(co_name=name), globals(), name)
+    return torch.compile(own)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, sinks: Tensor | None) -> Tensor:
@@ -110,7 +125,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, si
 
     tokens, size = layout.tokens, bucket(layout.tokens)
     q, k, v = (F.pad(t, (0, 0, 0, size - tokens)) for t in (q, k, v))
-    out = _runner(q.device.type)(
+    # masks tell windows and directions apart, and numbers that are not compiled in do not need code of their own
+    kind = replace(features, causal=True, window=None, dropout=0.0)
+    out = _runner(q.device.type, kind)(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
