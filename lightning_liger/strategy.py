@@ -23,6 +23,7 @@ from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
 from lightning_liger.parallel.groups import compute_dtypes
+from lightning_liger.parallel.memory import Memory
 from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
 from lightning_liger.parallel.optimizers import move_to, no_mixed_lists, replace_stale, use_fused
 from lightning_liger.parallel.shard import (
@@ -45,7 +46,7 @@ else:
 _TREES = {"lightning.pytorch": "LigerFSDPStrategy", "pytorch_lightning": "LigerFSDPStrategyPL"}
 
 
-class _LigerFSDP(Checkpointing, _Base):
+class _LigerFSDP(Checkpointing, Memory, _Base):
     """Shards any LightningModule over all ranks, with fp32 master weights and bf16 compute.
 
     Blocks are found, the LightningModule itself is the root, and every rank trains on data of its own. Without a
@@ -57,6 +58,13 @@ class _LigerFSDP(Checkpointing, _Base):
         bf16: compute in bf16 under ``precision="32-true"``, Lightning's default; False computes in fp32.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
         offload: keep parameters, gradients and optimizer state in host memory.
+        activation_checkpointing: ``"none"``; ``"full"`` keeps only each block's inputs for backward and computes the block
+            again; ``"selective"`` also keeps what attention and every second matrix product gave.
+        weights: values for models built on the ``meta`` device: ``"auto"`` is the checkpoint that a transformers
+            configuration names, else the model's own initialisation; ``"init"`` always that; or a checkpoint's path.
+        prefetch: how many blocks to gather ahead; 0 leaves FSDP its own one.
+        gather_in_evaluation: gather the whole model once per evaluation loop, so that ``generate()`` and passes on single
+            ranks need no other rank; ``"auto"`` where memory allows.
         state_dict_type: ``"full"`` saves an ordinary checkpoint file, which loads without this package; rank 0 needs
             host memory for all of it. ``"sharded"`` saves a directory that every rank writes its part of.
         async_save: write checkpoints while training goes on.
@@ -74,6 +82,10 @@ class _LigerFSDP(Checkpointing, _Base):
         bf16: bool = True,
         reshard_after_forward: bool = True,
         offload: bool = False,
+        activation_checkpointing: str = "none",
+        weights: str = "auto",
+        prefetch: int = 0,
+        gather_in_evaluation: bool | str = "auto",
         state_dict_type: str = "full",
         async_save: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -89,6 +101,7 @@ class _LigerFSDP(Checkpointing, _Base):
             timeout=timeout,
         )
         self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
+        self.init_memory(activation_checkpointing, weights, prefetch, gather_in_evaluation)
         self._replicate_size = replicate_size
         self._reshard_after_forward = reshard_after_forward
         self._offload = offload
@@ -183,9 +196,13 @@ class _LigerFSDP(Checkpointing, _Base):
         dtypes: DTypes = self.precision_plugin.liger_dtypes
         dtypes = dtypes.following({d for part in foreign_parts(module) for d in compute_dtypes(part)})
         root_policy = dtypes.policy(cast_inputs=False)
+        report = liger_callback(self._root.trainer).report
+        values = self.values_for(self._root.trainer, module, report.note)
+        values.fill_unsharded(module, device)
 
         def prepare(part: nn.Module) -> None:
             store_parameters(part, dtypes)
+            values.fill(part, device)
             same_on_all_ranks(part, device)
 
         self._sharding = already_sharded(module, root_policy, self._offload) or shard(
@@ -201,7 +218,8 @@ class _LigerFSDP(Checkpointing, _Base):
         )
         data = self.device_mesh["data_parallel"].get_group()
         self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), data)
-        report = liger_callback(self._root.trainer).report
+        values.fill_sharded(module, device)
+        self.finish_memory(module, self._sharding, device, report.note)
         report.sharding = audit(module, self._sharding, mesh)
         if dtypes.notice:
             report.note(dtypes.notice)
@@ -253,15 +271,6 @@ class _LigerFSDP(Checkpointing, _Base):
     def block_backward_sync(self) -> Iterator[None]:
         with no_gradient_sync(self._root, self._unsharded_gradients):
             yield
-
-    def on_validation_end(self) -> None:
-        reshard(self._root)
-
-    def on_test_end(self) -> None:
-        reshard(self._root)
-
-    def on_predict_end(self) -> None:
-        reshard(self._root)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

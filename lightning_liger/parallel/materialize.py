@@ -35,13 +35,14 @@ class Materializer:
             remembers where it came from), else the module's own initialisers. ``"init"``: those in any case. Anything
             else: a directory or repository with a checkpoint of the one transformers model in the module.
         note: told where the values came from.
+        restored: a Lightning checkpoint will be loaded over them, so that one that a configuration names may be missing.
 
     Raises:
         Unloadable: the checkpoint cannot be read or does not fit.
         Uninitialised: nothing gives some tensors a value. Both are raised on every rank.
     """
 
-    def __init__(self, module: nn.Module, weights: str, note: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, weights: str, note: Callable[[str], None], *, restored: bool = False) -> None:
         self._paths: dict[int, str] = {}  # id of a meta tensor -> its first path
         self._kept: list[Tensor] = []  # ids are only good while their tensors live
         self._values: dict[str, Tensor] = {}
@@ -57,7 +58,7 @@ class Materializer:
         error: Exception | None = None
         if _rank() == 0:
             try:
-                notes = self._find_values(module, weights)
+                notes = self._find_values(module, weights, restored)
             except (Unloadable, Uninitialised) as found:
                 error = found
         error, notes = _from_rank_0((error, notes))
@@ -70,7 +71,7 @@ class Materializer:
     def is_needed(self) -> bool:
         return bool(self._paths)
 
-    def _find_values(self, module: nn.Module, weights: str) -> list[str]:
+    def _find_values(self, module: nn.Module, weights: str, restored: bool) -> list[str]:
         wanted = list(self._paths.values())
         notes = []
         models = pretrained_models(module, wanted)
@@ -85,7 +86,12 @@ class Materializer:
                 continue
             prefix = f"{path}." if path else ""
             inside = [name.removeprefix(prefix) for name in wanted if name.startswith(prefix)]
-            values, missing = checkpoint_values(model, source, inside)
+            try:
+                values, missing = checkpoint_values(model, source, inside)
+            except Unloadable:
+                if restored and weights == "auto":
+                    continue
+                raise
             self._values.update({prefix + name: value for name, value in values.items()})
             notes.append(f"{path or type(model).__name__}: {len(values)} tensors built on meta loaded from {source}")
             if missing:
@@ -100,17 +106,21 @@ class Materializer:
     # -- part by part ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fill(self, part: nn.Module, device: torch.device) -> None:
-        """Give ``part``'s tensors memory on ``device``: rank 0's with their values, the others' to be written by a broadcast.
+    def fill(self, part: nn.Module, device: torch.device, only: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Give ``part``'s tensors memory on ``device``: rank 0's with their values, the others' to be broadcast.
 
         Submodules that are groups of FSDP's are left to :meth:`fill_sharded`. Parameters are replaced by new objects;
-        shared ones stay shared.
+        shared ones stay shared. Tensors that are plain attributes, which no broadcast of parameters and buffers finds,
+        are equal on all ranks afterwards.
         """
         if not self._paths:
             return
         for owner, name, tensor in list(_own(part)):
-            if is_meta(tensor):
-                _put(owner, name, self._made(tensor, device))
+            if is_meta(tensor) and only(tensor):
+                made = self._made(tensor, device)
+                _put(owner, name, made)
+                if name in vars(owner) and dist.is_initialized():
+                    dist.broadcast(made, src=0)
 
     def _made(self, tensor: Tensor, device: torch.device) -> Tensor:
         if id(tensor) in self._real:

@@ -123,8 +123,7 @@ def recompute_blocks(
     Raises:
         ValueError: an unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"activation_checkpointing={mode!r}: expected one of {', '.join(map(repr, MODES))}.")
+    check_mode(mode)
     made = []
     for block in blocks if mode != "none" else ():
         if live_binding(block, "forward", switch, Recomputed) is None:
@@ -132,6 +131,12 @@ def recompute_blocks(
             binding.bind()
             made.append(binding)
     return made
+
+
+def check_mode(mode: str) -> None:
+    """Raise for what is no way of checkpointing."""
+    if mode not in MODES:
+        raise ValueError(f"activation_checkpointing={mode!r}: expected one of {', '.join(map(repr, MODES))}.")
 
 
 def _selective() -> Any:

@@ -79,7 +79,7 @@ def shard(
         offload: keep shards, gradients and with them the optimizer's state in host memory.
     """
     found = [name for name, m in module.named_modules() if isinstance(m, FSDPModule)]
-    whole = {n: p for n, p in module.named_parameters() if not _can_be_sharded(p)}
+    whole = {n: p for n, p in module.named_parameters() if not can_be_sharded(p)}
     for parameter in whole.values():
         parameter.data = parameter.data.to(device)
         _broadcast(parameter.data)
@@ -218,7 +218,8 @@ def _broadcast(tensor: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
-def _can_be_sharded(parameter: nn.Parameter) -> bool:
+def can_be_sharded(parameter: torch.Tensor) -> bool:
+    """Whether FSDP manages it; what it does not, each rank holds whole."""
     return isinstance(parameter, DTensor) or (parameter.dim() > 0 and parameter.is_floating_point())
 
 

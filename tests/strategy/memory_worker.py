@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from datetime import timedelta
 from typing import Any
 
+import modules
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import transformers
+import worker
 from helpers import causal_lm, collate, config, documents
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -157,8 +160,8 @@ class Passes:
         _fsdp_param_group.foreach_all_gather = self._before
 
 
-def prompts() -> Tensor:
-    return torch.arange(3, 8)[None] + 7 * RANK
+def prompts(rank: int | None = None) -> Tensor:
+    return torch.arange(3, 8)[None] + 7 * (RANK if rank is None else rank)
 
 
 def check_generate() -> None:
@@ -230,6 +233,79 @@ def check_writing() -> None:
     dist.barrier()
 
 
+# -- through a Trainer -----------------------------------------------------------------------------------------------
+
+
+class OnMeta(modules.InConfigureModel):
+    """Built on ``meta`` where the strategy can fill it; seeded differently on each rank, of which the first one counts."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            meta = type(self.trainer.strategy).__name__.startswith("Liger")
+            torch.manual_seed(3 if self.trainer.world_size == 1 else 3 + RANK)
+            with torch.device("meta" if meta else "cpu"):
+                self.model = transformers.AutoModelForCausalLM.from_config(config("llama")).train()
+                self.temperature = nn.Linear(1, 1)
+
+
+class Generates(modules.InInit):
+    """Decodes in validation: different lengths on each rank, and once more on rank 0 alone."""
+
+    def __init__(self, uneven: bool) -> None:
+        super().__init__()
+        self.uneven = uneven
+        self.generated: dict[tuple[int, int, str], list[int]] = {}
+
+    def _decode(self, rank: int, where: str) -> None:
+        found = self.model.generate(
+            prompts(rank), do_sample=False, max_new_tokens=4 + 7 * rank, eos_token_id=None, synced_gpus=None
+        )
+        self.generated[self.trainer.global_step, rank, where] = found[0].tolist()
+
+    def _ranks(self) -> tuple[int, ...]:
+        return (0, 1) if self.trainer.world_size == 1 else (self.global_rank,)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx < 1 + self.global_rank * self.uneven:
+            for rank in self._ranks():
+                self._decode(rank, "step")
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0 and self.uneven:
+            self._decode(0, "end")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for rank in self._ranks():
+            self._decode(rank, "training")
+
+
+def check_trainer() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    worker.compare("meta", OnMeta)
+    for mode in ("selective", "full"):
+        for make in (modules.InInit, lambda: modules.InInit("gpt2"), modules.IsTheModel):
+            worker.compare(f"checkpointing {mode}", make, strategy={"activation_checkpointing": mode})
+    everything = {"activation_checkpointing": "full", "offload": True, "prefetch": 2, "reshard_after_forward": False}
+    worker.compare("offload and checkpointing", modules.InInit, strategy=everything, gradient_clip_val=0.3)
+    for gather in ("auto", False):
+        made: list[Generates] = []
+
+        def make(made: list[Generates] = made, uneven: bool = gather is not False) -> Generates:
+            made.append(Generates(uneven))
+            return made[-1]
+
+        worker.compare(
+            f"generating, gather_in_evaluation={gather}",
+            make,
+            strategy={"gather_in_evaluation": gather},
+            val_check_interval=2,
+        )
+        one, two = made[0].generated, made[-1].generated
+        mine = {key: tokens for key, tokens in one.items() if key[1] == RANK}
+        assert len(mine) >= 6 and two == mine, (two, mine)
+
+
 def main() -> None:
     global RANK
     warnings.simplefilter("ignore")
@@ -241,6 +317,7 @@ def main() -> None:
     check_generate()
     check_disagreement()
     check_writing()
+    check_trainer()
     dist.destroy_process_group()
 
 
