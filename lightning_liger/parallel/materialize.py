@@ -21,6 +21,7 @@ from lightning_liger.parallel.pretrained import (
     named_checkpoint,
     pretrained_models,
 )
+from lightning_liger.parallel.shard import can_be_sharded
 
 
 class Materializer:
@@ -106,17 +107,23 @@ class Materializer:
     # -- part by part ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fill(self, part: nn.Module, device: torch.device, only: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+    def fill_unsharded(self, module: nn.Module, device: torch.device) -> None:
+        """Fill what FSDP cannot shard, such as parameters without dimensions, before anything is sharded."""
+        self._fill(module, device, lambda tensor: not can_be_sharded(tensor))
+
+    @torch.no_grad()
+    def fill(self, part: nn.Module, device: torch.device) -> None:
         """Give ``part``'s tensors memory on ``device``: rank 0's with their values, the others' to be broadcast.
 
         Submodules that are groups of FSDP's are left to :meth:`fill_sharded`. Parameters are replaced by new objects;
         shared ones stay shared. Tensors that are plain attributes, which no broadcast of parameters and buffers finds,
         are equal on all ranks afterwards.
         """
-        if not self._paths:
-            return
-        for owner, name, tensor in list(_own(part)):
-            if is_meta(tensor) and only(tensor):
+        self._fill(part, device, lambda tensor: True)
+
+    def _fill(self, part: nn.Module, device: torch.device, chosen: Callable[[Tensor], bool]) -> None:
+        for owner, name, tensor in list(_own(part)) if self._paths else ():
+            if is_meta(tensor) and chosen(tensor):
                 made = self._made(tensor, device)
                 _put(owner, name, made)
                 if name in vars(owner) and dist.is_initialized():

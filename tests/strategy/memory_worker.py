@@ -7,12 +7,12 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+import equalities
 import modules
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import transformers
-import worker
 from helpers import causal_lm, collate, config, documents
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -282,12 +282,12 @@ class Generates(modules.InInit):
 
 def check_trainer() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    worker.compare("meta", OnMeta)
+    equalities.compare("meta", OnMeta)
     for mode in ("selective", "full"):
         for make in (modules.InInit, lambda: modules.InInit("gpt2"), modules.IsTheModel):
-            worker.compare(f"checkpointing {mode}", make, strategy={"activation_checkpointing": mode})
+            equalities.compare(f"checkpointing {mode}", make, strategy={"activation_checkpointing": mode})
     everything = {"activation_checkpointing": "full", "offload": True, "prefetch": 2, "reshard_after_forward": False}
-    worker.compare("offload and checkpointing", modules.InInit, strategy=everything, gradient_clip_val=0.3)
+    equalities.compare("offload and checkpointing", modules.InInit, strategy=everything, gradient_clip_val=0.3)
     for gather in ("auto", False):
         made: list[Generates] = []
 
@@ -295,7 +295,7 @@ def check_trainer() -> None:
             made.append(Generates(uneven))
             return made[-1]
 
-        worker.compare(
+        equalities.compare(
             f"generating, gather_in_evaluation={gather}",
             make,
             strategy={"gather_in_evaluation": gather},
