@@ -114,4 +114,4 @@ class NanoGPT(L.LightningModule):
 def test_a_model_in_plain_torch(tied: bool) -> None:
     plain, ours = both(lambda: NanoGPT(tied), lambda: loader(collate_shifted))
     assert_same(plain, ours)
-    assert_engaged(ours, packed=False)
+    assert_engaged(ours)
