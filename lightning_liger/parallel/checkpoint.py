@@ -81,16 +81,15 @@ def save(
         if background is None:
             _place(path, lambda partial: single.write(whole, partial), None, first_only=True)
         else:
-            settled = single.detach_from_training(whole) if is_first() else {}
             group = background.group
-            background.start(lambda: _place(path, lambda p: single.write(settled, p), group, first_only=True))
+            background.start(lambda: _place(path, lambda p: single.write(whole, p), group, first_only=True))
         return
     shared, rest = sharded.split(checkpoint, _by_name(module, optimizers, checkpoint.get("optimizer_states")))
     if background is None:
         _place(path, lambda partial: sharded.write(shared, rest, partial), None)
     else:
         staged = BlockingAsyncStager(cache_staged_state_dict=False).stage(shared)
-        later = single.detach_from_training(rest) if is_first() else {}
+        later = single.assemble(rest)
         group = background.group
         background.start(lambda: _place(path, lambda p: sharded.write(staged, later, p, group), group))
 

@@ -18,7 +18,7 @@ from lightning_liger.parallel.checkpoint import StateDictType
 from lightning_liger.parallel.directories import load_directories
 from lightning_liger.parallel.export import save_hf
 from lightning_liger.parallel.pieces import accept_whole_tensors
-from lightning_liger.parallel.together import is_first
+from lightning_liger.parallel.together import is_first, together
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -40,6 +40,7 @@ class Checkpointing(_Base):
         exclude_frozen_parameters: Leave parameters that do not train out of checkpoints, such as the base of adapters.
     """
 
+    tree: str
     _state_dict_type: StateDictType = "full"
     _exclude_frozen: bool = False
     _async_save: bool = False
@@ -55,7 +56,6 @@ class Checkpointing(_Base):
         self._async_save = async_save
         self._exclude_frozen = exclude_frozen_parameters
         self._saves = BackgroundSave()
-        self._checked_memory = False
 
     # -- before training ---------------------------------------------------------------------------------------------
 
@@ -65,13 +65,14 @@ class Checkpointing(_Base):
         Raises:
             ValueError: naming them and the remedy.
         """
-        load_directories(type(trainer).__module__.split(".trainer")[0])
+        load_directories(type(self).tree)
         if trainer.state.fn == "fit":
             averaging.refuse_what_cannot_work(trainer.callbacks)
-        if self._state_dict_type == "sharded" and self._own_io() is not None:
+        own_io = self._own_io()
+        if self._state_dict_type == "sharded" and own_io is not None:
             raise ValueError(
                 f"state_dict_type='sharded' writes through torch.distributed.checkpoint and would not use"
-                f" {type(self._own_io()).__name__}. Use state_dict_type='full', or drop the plugin"
+                f" {type(own_io).__name__}. Use state_dict_type='full', or drop the plugin"
                 " (async_save=True writes in the background)."
             )
 
@@ -79,6 +80,8 @@ class Checkpointing(_Base):
         """The module is sharded: let whole tensors be loaded, and cut the copies that callbacks hold."""
         accept_whole_tensors(module)
         averaging.shard_averages(trainer.callbacks, module)
+        if self._state_dict_type == "full" and trainer.state.fn == "fit" and is_first():
+            _warn_of_host_memory(single.expected_bytes(module))
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -115,8 +118,16 @@ class Checkpointing(_Base):
         if self._state_dict_type == "sharded":
             raise ValueError(f"state_dict_type='sharded' needs a file system path, not {path}. Use 'full' there.")
         whole = single.assemble(saved)
-        if is_first():
+
+        def write() -> None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+
+        first = is_first()
+        if not self._async_save:
+            together(write if first else None, f"Saving {path}")
+            return
+        group = self._saves.group
+        self._saves.start(lambda: together(write if first else None, f"Saving {path}", group))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a directory, once a newer checkpoint that is being written is whole."""
@@ -218,6 +229,15 @@ class Checkpointing(_Base):
         """The user's ``CheckpointIO`` plugin, if there is one."""
         io = self._checkpoint_io
         return None if io is None or type(io).__name__ == "TorchCheckpointIO" else io
+
+
+def _warn_of_host_memory(needed: int) -> None:
+    available = single.available_bytes()
+    if available is not None and needed > available:
+        rank_zero_warn(
+            f"One checkpoint file of this module needs about {needed / 2**30:.0f} GiB of host memory on rank 0, where"
+            f" {available / 2**30:.0f} GiB are free. LigerFSDPStrategy(state_dict_type='sharded') needs none."
+        )
 
 
 def _asked_of_trainer() -> bool | None:

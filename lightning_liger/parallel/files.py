@@ -40,9 +40,9 @@ def publish(path: Path) -> None:
     :func:`existing` finds it again should the process end between the two renames.
     """
     partial, previous = partial_path(path), _previous_path(path)
-    if path.is_symlink():
+    if path.is_symlink() and partial.is_dir():
         path.unlink()
-    if path.is_dir() or (path.exists() and partial.is_dir()):
+    if (path.is_dir() and not path.is_symlink()) or (path.exists() and partial.is_dir()):
         discard(previous)
         os.rename(path, previous)
     os.replace(partial, path)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from helpers import Run
-from resuming import RANK, WORLD, distance, mean_over_ranks, train, worst
+from resuming import EXACT, RANK, WORLD, distance, mean_over_ranks, train, worst
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
 ROOT = Path(sys.argv[2])
-EXACT = 1e-6
 KINDS = ("full", "sharded")
 CASES: list[Callable[[], None]] = []
 

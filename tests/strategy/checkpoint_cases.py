@@ -13,9 +13,10 @@ import failure_cases
 import lightning as L
 import modules
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from case_tools import CASES, EXACT, KINDS, ROOT, at, case, fit, plain, same, say
+from case_tools import CASES, KINDS, ROOT, at, case, fit, plain, same, say
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -26,8 +27,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from resuming import RANK, WORLD, Batches, Hard, distance, train, whole, worst
+from resuming import ACCELERATOR, EXACT, RANK, WORLD, Batches, Hard, HardPL, distance, train, whole, worst
 
+from lightning_liger import LigerFSDPStrategyPL
 from lightning_liger.parallel.directories import consolidate
 from lightning_liger.parallel.sharded import is_sharded
 
@@ -137,7 +139,7 @@ def callbacks() -> None:
         assert RANK != 0 or "lr-AdamW" in logged.read_text()
         # validation has gathered the root, and fit has ended: the same trainer reads the best back
         found = run.trainer.validate(dataloaders=Batches(RANK, WORLD), ckpt_path="best", verbose=False)
-        assert abs(found[0]["val_loss"] - float(best.best_model_score)) < 1e-6 * float(best.best_model_score)
+        assert abs(found[0]["val_loss"] - float(best.best_model_score)) < EXACT * float(best.best_model_score)
         longer = fit(Hard(), kind, ckpt_path=ROOT / f"best-{kind}" / "last.ckpt", max_epochs=2)
         # as without this package: to a checkpoint from within validation, the batch before it is not complete
         assert len(longer.losses) == 5, len(longer.losses)
@@ -153,12 +155,15 @@ def averages() -> None:
         alone = plain(Hard(), callbacks=[make()], **{**options, "val": Batches(0, 1)})
         against = same(through, alone, average=(True, False))
         values = [float(r.trainer.callback_metrics["val_loss"]) for r in (through, alone)]
-        assert abs(values[0] - values[1]) < 1e-6 * values[1], values
+        assert abs(values[0] - values[1]) < EXACT * values[1], values
         again = fit(Hard(), kind, callbacks=[make()], ckpt_path=at(f"average-{kind}", 3), **options)
         say(f"{type(make()).__name__} {kind}: {against}; resumed {same(again, through, 3)}")
     with pytest.raises(ValueError, match="WeightAveraging"):
         fit(Hard(), callbacks=[StochasticWeightAveraging(1e-2)])
     say("StochasticWeightAveraging refused")
+
+
+BACKEND = "nccl" if ACCELERATOR == "gpu" else "gloo"
 
 
 class StockSharding(Hard):
@@ -185,7 +190,7 @@ def directories() -> None:
     say(
         f"directories load_from_checkpoint; {same(plain(Hard(), ckpt_path=f'{file}.consolidated'), through, 3, (False, True))}"
     )
-    stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend=BACKEND)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(StockSharding(), ranks=WORLD, strategy=stock, folder=ROOT / "stock")
@@ -217,6 +222,29 @@ def weights_loaded_late() -> None:
     assert worst(late.losses, fresh.losses) <= EXACT
     assert torch.equal(late.parameters["spare.weight"], torch.ones(3, 5))
     say("whole weights loaded in on_train_start")
+
+
+@case
+def the_other_tree() -> None:
+    options: dict[str, Any] = {"ranks": WORLD, "tree": pl}
+    for kind in KINDS:
+        made = [LigerFSDPStrategyPL(state_dict_type=kind, bf16=False) for _ in range(2)]
+        through = train(HardPL(), strategy=made[0], folder=ROOT / f"pl-{kind}", **options)
+        again = train(HardPL(), strategy=made[1], ckpt_path=at(f"pl-{kind}", 3), **options)
+        HardPL.load_from_checkpoint(at(f"pl-{kind}", 3))
+        say(f"pytorch_lightning {kind}: {same(again, through, 3)}")
+
+
+@case
+def after_training() -> None:
+    for kind in KINDS:
+        run = fit(Hard(), kind, max_epochs=1)
+        path = ROOT / f"after-{kind}.ckpt"
+        run.trainer.save_checkpoint(path)
+        loaded = Hard.load_from_checkpoint(path)
+        assert distance(whole(loaded.state_dict()), run.parameters) == 0.0
+        longer = fit(Hard(), kind, ckpt_path=path)
+        say(f"saved after training {kind}: {same(longer, fit(Hard(), kind), 4)}")
 
 
 class Compiled(Hard):
@@ -254,6 +282,7 @@ def main() -> None:
         except BaseException:
             traceback.print_exc()
             sys.exit(f"failed: {function.__name__}")  # the ranks are no longer at the same place
+    dist.barrier()
     dist.destroy_process_group()
 
 

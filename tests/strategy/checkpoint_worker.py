@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import Run
-from resuming import LOSSES, RANK, WORLD, Hard, distance, mean_over_ranks, train, whole, worst
+from resuming import EXACT, LOSSES, RANK, WORLD, Hard, distance, mean_over_ranks, train, whole, worst
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 from lightning_liger.parallel.directories import consolidate
 
 ROOT = Path(sys.argv[2])
-EXACT = 1e-6
 PHASES: dict[str, list[Callable[[], None]]] = {"two": [], "one": [], "two_again": []}
 
 
@@ -138,6 +137,7 @@ def main(phase: str) -> None:
     if failed:
         sys.exit(f"failed: {failed}")
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 

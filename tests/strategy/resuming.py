@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import pytorch_lightning as pl
 import torch
 import torch.nn as nn
 from helpers import PAD, VOCAB, Recorder, Run, causal_lm
@@ -14,12 +15,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_liger.parallel.pieces import gather
+
+ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
+DEVICE = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if ACCELERATOR == "gpu" else "cpu")
+# gradients of embeddings are summed in any order on a GPU
+EXACT = 1e-6 if ACCELERATOR == "cpu" else 2e-5
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 STEPS, EPOCHS, ROWS = 4, 2, 4  # optimizer steps in an epoch, epochs, rows in a global batch
 LOSSES = STEPS * EPOCHS
 
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
+    "accelerator": ACCELERATOR,
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
@@ -59,10 +66,10 @@ class Batches:
         self.start = state["position"] % len(self)
 
 
-class Hard(L.LightningModule):
+class _Hard:
     """Tied weights, a frozen norm, a parameter of its own, one that never trains, two groups, a schedule, hparams."""
 
-    def __init__(self, width: int = 3) -> None:
+    def __init__(self: Any, width: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = causal_lm("qwen2")
@@ -73,16 +80,16 @@ class Hard(L.LightningModule):
         self.scale = nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
         loss = self.model(**batch).loss * self.scale.mean()
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self: Any) -> Any:
         decay = [p for p in self.parameters() if p.ndim > 1]
         rest = [p for p in self.parameters() if p.ndim <= 1 and p.requires_grad]
         # eps: an Adam step of a gradient that is mere rounding would be as large as any other
@@ -91,20 +98,41 @@ class Hard(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Hard(_Hard, L.LightningModule):
+    """Of one tree."""
+
+
+class HardPL(_Hard, pl.LightningModule):
+    """Of the other."""
+
+
 def train(
-    module: Any, *, ranks: int, strategy: Any, folder: Any = None, ckpt_path: Any = None, every: int = 3, **options: Any
+    module: Any,
+    *,
+    ranks: int,
+    strategy: Any,
+    folder: Any = None,
+    ckpt_path: Any = None,
+    every: int = 3,
+    tree: Any = L,
+    **options: Any,
 ) -> Run:
     """Train to the end of the last epoch, from the start or from a checkpoint; save every few steps."""
     run = Run()
     callbacks = [Recorder(run), *options.pop("callbacks", [])]
     if folder is not None:
         kept = {"save_top_k": -1, "every_n_train_steps": every, "filename": "{step}"}
-        callbacks.append(ModelCheckpoint(dirpath=folder, enable_version_counter=False, **kept))
+        callbacks.append(
+            (ModelCheckpoint if tree is L else pl.callbacks.ModelCheckpoint)(
+                dirpath=folder, enable_version_counter=False, **kept
+            )
+        )
     parts = options.get("accumulate_grad_batches", 1)
     val = options.pop("val", None)
     fit = {k: options.pop(k) for k in ("weights_only",) if k in options}
-    trainer = L.Trainer(
-        devices=ranks,
+    devices: Any = ranks if ranks > 1 or ACCELERATOR == "cpu" else [DEVICE.index]
+    trainer = tree.Trainer(
+        devices=devices,
         strategy=strategy,
         callbacks=callbacks,
         **{"enable_checkpointing": folder is not None, **QUIET, **options},
@@ -116,13 +144,20 @@ def train(
 
 
 def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu().clone() for n, t in tensors.items()}
+    """Copies on the CPU. Every rank gets all of each."""
+    return {n: _whole(t) for n, t in tensors.items()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    found = gather(tensor, keep=True) if isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
+    assert found is not None
+    return found
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
     if WORLD == 1:
         return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64, device=DEVICE)
     torch.distributed.all_reduce(tensor)
     return list((tensor / WORLD).tolist())
 

@@ -20,9 +20,14 @@ from lightning_liger.parallel.checkpoint import module_state, save
 HERE = Path(__file__).parent
 
 
-def launch(worker: str, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+ACCELERATORS = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+
+def launch(worker: str, accelerator: str, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    if accelerator == "gpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_ACCELERATOR": accelerator}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])
     return subprocess.run(
         [*command, str(HERE / worker), *arguments], env=environment, capture_output=True, text=True, timeout=240
@@ -35,16 +40,19 @@ def ran(done: subprocess.CompletedProcess[str]) -> int:
 
 
 # Three launches of some 15 seconds each: a number of ranks cannot change inside of one.
-def test_resuming_on_two_one_and_two(tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_worker.py", "two", str(tmp_path))) == 14
-    assert ran(launch("checkpoint_worker.py", "one", str(tmp_path), processes=1)) == 4
-    assert ran(launch("checkpoint_worker.py", "two_again", str(tmp_path))) == 6
+@pytest.mark.timeout(400)
+@ACCELERATORS
+def test_resuming_on_two_one_and_two(accelerator: str, tmp_path: Path) -> None:
+    assert ran(launch("checkpoint_worker.py", accelerator, "two", str(tmp_path))) == 14
+    assert ran(launch("checkpoint_worker.py", accelerator, "one", str(tmp_path), processes=1)) == 4
+    assert ran(launch("checkpoint_worker.py", accelerator, "two_again", str(tmp_path))) == 6
 
 
 # Some 70 short trainings of two processes share one launch.
-@pytest.mark.timeout(250)
-def test_what_is_around_checkpoints(tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_cases.py", "all", str(tmp_path))) == 36
+@pytest.mark.timeout(400)
+@ACCELERATORS
+def test_what_is_around_checkpoints(accelerator: str, tmp_path: Path) -> None:
+    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 40
 
 
 def read(path: Path) -> dict[str, Any]:
