@@ -28,6 +28,8 @@ else:
     _Base = type("_Base", callback_bases(), {})
 
 
+# In the checkpoint itself: a callback with a state of its own is asked for by every Trainer that loads the file.
+_TOKEN_BATCHES = "lightning_liger.token_batches"
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -271,11 +273,12 @@ class LigerCallback(_Base):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._batches is None else {"token_batches": self._batches.state_dict()}
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._batches is not None:
+            checkpoint[_TOKEN_BATCHES] = self._batches.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._progress = state_dict.get("token_batches")
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._progress = checkpoint.get(_TOKEN_BATCHES)
         if self._progress is not None and self._batches is not None:
             self._batches.load_state_dict(self._progress)
 
