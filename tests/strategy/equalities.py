@@ -19,6 +19,8 @@ def compare(name: str, make: Callable[[], Any], *, tree: Any = L, strategy: Any 
     start = whole(dict(make().named_parameters())) if name != "configure_model" else {}
     two = train(make(), WORLD, kind(**{"bf16": False, **(strategy or {})}), [], tree, **options)
     losses = mean_over_ranks(two.losses)
+    for metric, value in one.metrics.items():
+        assert abs(two.metrics[metric] - value) <= 2e-5 * max(abs(value), 1), (metric, one.metrics, two.metrics)
     worst = max(abs(a - b) / abs(a) for a, b in zip(one.losses, losses, strict=True))
     parameter = distance(two.parameters, one.parameters)
     moved = distance(one.parameters, start) if start else 1.0
@@ -38,6 +40,7 @@ _same("in_setup", modules.InSetup, strategy={"reshard_after_forward": False})
 _same("configure_model", modules.InConfigureModel)
 _same("own_sharding", modules.OwnSharding)
 _same("own_loss_through_self", modules.OwnLoss)
+_same("metrics", modules.Metrics)
 _same("adapters", modules.Adapters)
 _same("manual_and_clipped", modules.Manual)
 _same("accumulate_and_clip", modules.InInit, accumulate_grad_batches=4, gradient_clip_val=0.5)

@@ -112,6 +112,21 @@ class OwnLoss(InInit):
         return {"loss": loss, "logits": logits.detach()}
 
 
+class Metrics(OwnLoss):
+    """Accuracy and perplexity from logits, in training and validation, before and after the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch["input_ids"], batch["attention_mask"])[:, :-1]
+        labels = batch["labels"][:, 1:]
+        counted = labels != -100
+        accuracy = (logits.argmax(-1) == labels)[counted].float().mean()
+        top = logits.softmax(-1).max(-1).values
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.log_dict({"accuracy": accuracy, "top": (top * counted).sum() / counted.sum()}, sync_dist=True)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
 class Adapters(_Labels, L.LightningModule):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -270,7 +285,8 @@ class OneLinear(L.LightningModule):
         optimizer = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
-            loss = self.loss(self.model(batch["input_ids"]), batch["labels"])
+            logits = self.model(batch["input_ids"])
+            loss = self.loss(logits, batch["labels"])
             self.manual_backward(loss)
             optimizer.step()
         return {"loss": loss.detach()}
