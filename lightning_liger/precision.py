@@ -85,6 +85,26 @@ def dtypes_for(precision: str, *, bf16: bool) -> DTypes:
     raise ValueError(f"precision={precision!r} does not fit the liger_fsdp strategy, which scales no loss. {REMEDY}")
 
 
+def dtypes_of(plugin: Any, *, bf16: bool) -> DTypes:
+    """The policy in place of one of Lightning's own precision plugins.
+
+    Raises:
+        ValueError: as :func:`dtypes_for`; also for plugins that do more than choose dtypes (quantisation, the user's own).
+    """
+    if type(plugin).__name__ not in (
+        "Precision",
+        "MixedPrecision",
+        "HalfPrecision",
+        "DoublePrecision",
+        "FSDPPrecision",
+    ):
+        raise ValueError(
+            f"{type(plugin).__name__} does not fit the liger_fsdp strategy, which stores and computes by a policy of its "
+            f"own. {REMEDY}"
+        )
+    return dtypes_for(str(plugin.precision), bf16=bf16)
+
+
 def store_parameters(module: nn.Module, dtypes: DTypes) -> int:
     """Cast trainable parameters to the master dtype; with ``bf16-true`` frozen ones too. Buffers keep theirs.
 

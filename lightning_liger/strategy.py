@@ -35,7 +35,7 @@ from lightning_liger.parallel.shard import (
     same_on_all_ranks,
     shard,
 )
-from lightning_liger.precision import DTypes, dtypes_for, precision_class, store_parameters
+from lightning_liger.precision import DTypes, dtypes_for, dtypes_of, precision_class, store_parameters
 from lightning_liger.trees import installed_trees
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         if plugin is None or hasattr(plugin, "liger_dtypes"):
             self._precision_plugin = plugin
         else:
-            self._precision_plugin = self._plugin_for(dtypes_for(str(plugin.precision), bf16=self._bf16))
+            self._precision_plugin = self._plugin_for(dtypes_of(plugin, bf16=self._bf16))
 
     def _plugin_for(self, dtypes: DTypes) -> Any:
         base = importlib.import_module(f"{_tree_of(self)}.plugins.precision").Precision
@@ -158,6 +158,8 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
     # -- when a run starts -------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm=True has no effect under the liger_fsdp strategy. Leave it out.")
         self._device_kind.setup_device(self.root_device)
         self._setup_distributed()
         if self._device_mesh is None:

@@ -161,6 +161,25 @@ def bf16_errs_as_plain_bf16_does() -> None:
 
 
 @case
+def adam_is_fused_where_it_may_be() -> None:
+    class Adam(modules.InInit):
+        def configure_optimizers(self) -> Any:
+            chosen = {} if self.fused is None else {"fused": self.fused}
+            return torch.optim.AdamW(self.parameters(), 1e-3, eps=1e-3, **chosen)
+
+    parameters = []
+    for fused in (None, False):
+        module = Adam()
+        module.fused = fused
+        run = train(module, WORLD, LigerFSDPStrategy(bf16=False), [])
+        expected = fused if fused is not None else (True if ACCELERATOR == "gpu" else None)
+        assert run.trainer.optimizers[0].param_groups[0]["fused"] is expected
+        parameters.append(run.parameters)
+    assert distance(*parameters) < 1e-5
+    say("adam_is_fused_where_it_may_be")
+
+
+@case
 def floating_inputs_meet_bf16_weights() -> None:
     """Features into a Linear outside of the blocks, from a module that was written for fp32."""
     run = train(modules.IsTheModel(), WORLD, LigerFSDPStrategy(), [])

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import modules
-from runs import QUIET, RANK, WORLD
+from runs import ACCELERATOR, QUIET, RANK, WORLD
 
 from lightning_liger.parallel import failures
 
@@ -23,7 +23,7 @@ class Failing(modules.InInit):
 
 def main() -> None:
     failures._GRACE = 2.0
-    trainer = L.Trainer(accelerator="cpu", devices=WORLD, strategy="liger_fsdp", **QUIET)
+    trainer = L.Trainer(accelerator=ACCELERATOR, devices=WORLD, strategy="liger_fsdp", **QUIET)
     began = time.monotonic()
     try:
         trainer.fit(Failing(), modules.loader(RANK, WORLD))

@@ -87,6 +87,9 @@ class InSetup(_Labels, L.LightningModule):
         if not hasattr(self, "model"):
             self.model = causal_lm("gpt2")
 
+    def configure_optimizers(self) -> Any:
+        return sgd(self.trainer.model.parameters())
+
 
 class OwnSharding(InInit):
     """As Lightning's documentation of ModelParallelStrategy shows it; the embedding and head are left to others."""

@@ -76,6 +76,16 @@ def test_precisions(precision: str, bf16: bool, name: str) -> None:
     assert trainer(LigerFSDPStrategy(bf16=bf16), precision=precision).precision == name
 
 
+def test_what_would_be_ignored_is_refused() -> None:
+    class Own(L.pytorch.plugins.Precision):
+        pass
+
+    with pytest.raises(ValueError, match="Own does not fit the liger_fsdp strategy"):
+        trainer("liger_fsdp", plugins=[Own()])
+    with pytest.raises(ValueError, match="sync_batchnorm"):
+        trainer("liger_fsdp", sync_batchnorm=True).fit(Plain(causal_lm()), loader())
+
+
 def test_sizes_are_checked_before_processes_start() -> None:
     with pytest.raises(ValueError, match=r"replicate_size=3 does not divide the 4 processes.*1, 2, 4"):
         trainer(LigerFSDPStrategy(replicate_size=3), devices=4)
