@@ -14,7 +14,7 @@ class _MeanOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, labels: int) -> Tensor:
         ctx.labels = labels
-        return loss.view_as(loss)
+        return loss.clone()  # not a view: models add to their loss in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
