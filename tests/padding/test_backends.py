@@ -396,6 +396,14 @@ def test_a_missing_package_is_an_error_before_training(monkeypatch: pytest.Monke
     assert "forward" not in vars(model.model)  # nothing was left bound
 
 
+def test_version_4_alone_is_not_version_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    registry._unavailable.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    assert by_name("fa2").unavailable() == "it is not installed"
+    registry._unavailable.cache_clear()
+
+
 def test_what_a_model_asks_for_is_an_error_before_training(choices: Any) -> None:
     with pytest.raises(ValueError, match=r"attention='varlen'.*Gemma2Model needs more: it has no soft-capped scores"):
         accelerate(causal("gemma2"), Settings(attention="varlen"))

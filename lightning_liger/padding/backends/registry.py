@@ -86,7 +86,8 @@ def _unavailable(backend: Backend) -> str:
     if backend.module:
         try:
             found: Any = importlib.import_module(backend.module)
-            getattr(found, backend.attribute)
+            if not hasattr(found, backend.attribute):
+                return "it is not installed"  # flash-attn-4 alone makes a package flash_attn without version 2 in it
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
             own = backend.module.startswith(error.name or "-")
