@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.lazy import Handler, LazyRows, View, handles
+from lightning_liger.head.memory import detached
 from lightning_liger.head.shapes import view_of
 
 T = Tensor
@@ -22,7 +23,7 @@ def _same(view: View, memory_format: Any = None) -> Any:
 
 @handles(T.detach, torch.detach, T.data.__get__)  # type: ignore[attr-defined]
 def _detach(tensor: LazyRows) -> LazyRows:
-    made = LazyRows(tensor.view_.mapped(torch.Tensor.detach))
+    made = LazyRows(tensor.view_.mapped(detached))
     # a detached view shares the values: a write into it is seen here as in torch
     made.parents, made.replay = (tensor,), torch.Tensor.detach
     return made
@@ -63,3 +64,25 @@ def _to(view: View, *args: Any, **kwargs: Any) -> Any:
 @view_of(T.type)
 def _type(view: View, dtype: Any, non_blocking: bool = False) -> Any:
     return _to(view, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
+
+
+# -- tensors of the same shape or kind, whose values are others ------------------------------------------------------
+
+_LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like"
+_NEW = "new_zeros new_ones new_empty new_full new_tensor"
+_OTHERS = [getattr(torch, n) for n in _LIKE.split()] + [getattr(T, n) for n in _NEW.split()]
+
+
+def _other(function: Any) -> Handler:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[0] if args else kwargs.pop("input", None)
+        if not isinstance(tensor, LazyRows) or any(isinstance(a, LazyRows) for a in (*args[1:], *kwargs.values())):
+            return NotImplemented
+        blank = torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        return function(blank, *args[1:], **kwargs)
+
+    return handler
+
+
+for _function in _OTHERS:
+    handles(_function)(_other(_function))

@@ -14,6 +14,7 @@ import lightning_liger.head.losses
 import lightning_liger.head.mixing
 import lightning_liger.head.parts
 import lightning_liger.head.readers
+import lightning_liger.head.selected
 import lightning_liger.head.shapes  # noqa: F401
 from lightning_liger.head import hidden_rows
 from lightning_liger.head.lazy import HANDLERS, LazyRows, Source

@@ -83,7 +83,28 @@ def _stack(tensors: Any, dim: int = 0, *, out: Any = None) -> Any:
         return NotImplemented
     if len({tuple(t.shape) for t in tensors}) != 1:
         return NotImplemented
-    return _cat([t.unsqueeze(dim) for t in tensors], dim)
+    dim = dim % (tensors[0].dim() + 1)
+    made = _cat([t.unsqueeze(dim) for t in tensors], dim)
+    if made is NotImplemented and all(t.view_.source.head is not None for t in tensors):
+        made = _of_several_heads(tensors, dim)
+    if isinstance(made, LazyRows):
+        made.stacked = (tuple(tensors), dim)
+    return made
+
+
+def _of_several_heads(tensors: Any, dim: int) -> Any:
+    """The stack as an expression: each tensor where its index is, zero elsewhere, and their sum."""
+    first = tensors[0]
+    if any(t.view_.vdim != first.view_.vdim or t.dtype != first.dtype for t in tensors):
+        return NotImplemented
+    shape = [len(tensors) if d == dim else 1 for d in range(first.dim() + 1)]
+    number = torch.arange(len(tensors), device=first.device).view(shape)
+    total: Any = None
+    for i, tensor in enumerate(tensors):
+        spread = tensor.unsqueeze(dim).expand([len(tensors) if d == dim else -1 for d in range(first.dim() + 1)])
+        part = spread.masked_fill(number != i, 0.0)
+        total = part if total is None else total + part
+    return total
 
 
 def _together(tensors: Any, axis: Callable[[View], int], function: Callable[..., Tensor]) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
-from lightning_liger.head.memory import share_memory, version_of
+from lightning_liger.head.memory import detached, share_memory, version_of
 from lightning_liger.head.pending import NEWCOMERS, note_pending
 from lightning_liger.head.view import Head, PlainSource, Source, View
 from lightning_liger.mirrored import arange
@@ -81,8 +81,11 @@ def _through_the_padded_run(view: View, grad: Tensor) -> None:
 def lazy(view: View) -> LazyRows:
     """The lazy tensor of ``view``, with a place in the autograd graph."""
     inputs = view.tensors()
-    differentiable = torch.is_grad_enabled() and view.dtype.is_floating_point
-    if not differentiable or not any(t.requires_grad for t in inputs):
+    if not any(t.requires_grad for t in inputs):
+        return LazyRows(view)
+    if not torch.is_grad_enabled():  # what is made without gradients has none later either
+        return LazyRows(view.mapped(detached))
+    if not view.dtype.is_floating_point:
         return LazyRows(view)
     made: LazyRows = _Lazify.apply(view, *inputs)
     made.node = _native(made, _GRAD_FN)
@@ -126,6 +129,7 @@ class LazyRows(Tensor):
     replay: Callable[..., Any] | None
     pinned_at: int | None
     consumed_by: str | None
+    stacked: tuple[tuple[LazyRows, ...], int] | None
     versions: list[tuple[Tensor, int]]
 
     @staticmethod
@@ -134,10 +138,10 @@ class LazyRows(Tensor):
             cls, view.shape, dtype=view.dtype, device=view.source.device, requires_grad=False
         )
         made.view_ = view
-        made.node = made.held = made.held_without_graph = made.replay = made.pinned_at = made.consumed_by = None
+        made.node = made.held = made.held_without_graph = made.replay = made.pinned_at = None
+        made.consumed_by = made.stacked = None
         made.parents = ()
-        behind = (*view.tensors(), *(shard for g in view.gatherings() for shard in g.shards()))
-        made.versions = [(t, version_of(t)) for t in behind]
+        made.versions = [(t, version_of(t)) for t in view.written_to()]
         note_pending(made)
         return made
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows, View, handles, lazy
+from lightning_liger.head.memory import detached
 from lightning_liger.head.shapes import child_of, dim_of, view_of
 from lightning_liger.head.tail import TailOp
 from lightning_liger.head.unsettled import Unsettled, native
@@ -41,7 +42,7 @@ def step(view: View, function: Callable[[Tensor], Tensor]) -> Any:
 
 def _with_dtype(view: View, dtype: torch.dtype) -> View:
     """Truth values have no gradient, whatever they are cast to later."""
-    return replace(view if dtype.is_floating_point else view.mapped(torch.Tensor.detach), dtype=dtype)
+    return replace(view if dtype.is_floating_point else view.mapped(detached), dtype=dtype)
 
 
 def _probe(function: Callable[..., Tensor], *views: Any) -> torch.dtype | None:

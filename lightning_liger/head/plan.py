@@ -71,7 +71,9 @@ class Plan:
         if isinstance(source, Given):
             key: Any = (id(source), id(position))
         else:
-            key = (id(source.rows), id(source.row_of), id(source.head), id(position))
+            head = source.head
+            assert head is not None
+            key = (id(source.rows), id(source.row_of), id(head.weight), id(head.bias), head.dtype, id(position))
         if key not in self._slots:
             self._alive += (source, position)
             self._slots[key] = len(self.leaves)
@@ -79,10 +81,9 @@ class Plan:
                 self.leaves.append(Leaf(None, position))
                 self.inputs.append(source.values)
             else:
-                head = source.head
-                assert head is not None
-                self.leaves.append(Leaf(head.dtype, None))
-                self.inputs += (source.hidden_at(position), head.weight, head.bias)
+                assert source.head is not None
+                self.leaves.append(Leaf(source.head.dtype, None))
+                self.inputs += (source.hidden_at(position), source.head.weight, source.head.bias)
         return self._slots[key]
 
     @property
@@ -94,8 +95,8 @@ class Plan:
 
     @property
     def step(self) -> int:
-        # a normaliser, its gradient and the product's own copy live at once
-        return max(1, chunk_rows(self.width, self.device) // max(1, len(self.leaves)))
+        # a normaliser, its gradient and the product's own copy live at once: twice the bytes for an entry
+        return max(1, chunk_rows(self.width, self.device, 8) // max(1, len(self.leaves)))
 
     def products(self, tensors: Sequence[Sequence[Tensor | None]], part: slice) -> Products:
         """The rows of every leaf in the dtype of the computation, fp32 at least."""

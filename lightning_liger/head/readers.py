@@ -154,6 +154,11 @@ def _reduction(program: Callable[[Tensor], Tensor], rest: Callable[..., Tensor])
             view = replace(view, dtype=dtype)
         given = (dim,) if isinstance(dim, int) else tuple(dim) if dim is not None and len(dim) else None
         dims = range(len(view.shape)) if given is None else [dim_of(view, d) for d in given]
+        if tensor.stacked is not None and list(dims) == [tensor.stacked[1]] and rest in _OF_PAIRS and dtype is None:
+            # a mixture of models: logsumexp(stack([p, q]), 0)
+            parts: tuple[Any, ...] = tensor.stacked[0]
+            made = functools.reduce(_OF_PAIRS[rest], parts)
+            return made.unsqueeze(dims[0]) if keepdim else made
         if view.vdim not in dims or len(set(dims)) != len(dims):
             return NotImplemented
         with torch.no_grad():
@@ -169,6 +174,8 @@ def _reduction(program: Callable[[Tensor], Tensor], rest: Callable[..., Tensor])
 
     return handler
 
+
+_OF_PAIRS: dict[Any, Callable[..., Tensor]] = {torch.logsumexp: torch.logaddexp, torch.sum: torch.add}
 
 reader(T.sum, torch.sum)(_reduction(lambda z: z.sum(-1), torch.sum))
 reader(T.mean, torch.mean)(_reduction(lambda z: z.mean(-1), torch.mean))

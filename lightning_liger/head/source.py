@@ -102,6 +102,7 @@ class Source:
 
     def padded(self, value: Tensor) -> Source:
         """The same source over the hidden states of the padded run."""
+        value = value if self.rows.requires_grad else value.detach()
         return replace(self, rows=value.reshape(-1, value.shape[-1]), row_of=None, plain=None)
 
     def hidden_at(self, position: Tensor) -> Tensor:

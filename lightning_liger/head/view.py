@@ -111,6 +111,10 @@ class View:
     def gatherings(self) -> list[WeightGathering]:
         return [s.head.hold.gathering for s in self.leaves() if s.head is not None and s.head.hold is not None]
 
+    def written_to(self) -> list[Tensor]:
+        """Every tensor that gradients can reach, and what an optimizer writes into in its stead."""
+        return [*self.tensors(), *(shard for gathering in self.gatherings() for shard in gathering.shards())]
+
     def gather(self) -> None:
         """Make the weights readable, wherever they are."""
         for gathering in self.gatherings():

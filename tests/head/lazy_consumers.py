@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from lazy_operators import State
 from torch import Tensor
+from torchmetrics.functional.classification import multiclass_accuracy
+from torchmetrics.functional.text import perplexity
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 Consumer = Callable[[State, random.Random], Tensor]
 
@@ -120,7 +123,64 @@ def ids(s: State, r: random.Random) -> Tensor:
     return r.choice(forms)()
 
 
+def hugging_face(s: State, r: random.Random) -> Tensor:
+    """Its loss shifts by itself, upcasts to fp32 and divides by the items of the whole step."""
+    x = rows(s)[None].repeat(1, 2, 1)
+    labels = labels_for(x.shape[:2], x.shape[2], r)
+    labels[:, 1::3] = -100
+    labels[:, -1] = 0
+    items = torch.tensor(5) if r.random() < 0.5 else None
+    return ForCausalLMLoss(x, labels, vocab_size=x.shape[2], num_items_in_batch=items)
+
+
+def several(s: State, r: random.Random) -> Tensor:
+    """Readers that share their products, in any order, of the same rows in different shapes."""
+    x = s.last()
+    ids_ = labels_for(x.shape[:-1], x.shape[-1], r)
+    readers = [
+        lambda: x.log_softmax(-1).gather(-1, ids_[..., None])[..., 0].sum(),
+        lambda: (x.logsumexp(-1) ** 2).mean(),
+        lambda: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
+        lambda: F.cross_entropy(rows(s), ids_.flatten()),
+        lambda: x.amax(-1).mean(),
+        lambda: 0.0 * (s.x.argmax(s.v) == ids_).sum(),
+    ]
+    chosen = r.sample(readers, r.randint(2, len(readers)))
+    return sum(read() * (i + 1) for i, read in enumerate(chosen)) + x.logsumexp(-1).mean()
+
+
+def distilled(s: State, r: random.Random) -> Tensor:
+    """From probabilities that somebody stored."""
+    x = s.last()
+    target = torch.softmax(torch.linspace(-2, 2, x.numel(), dtype=torch.float64).view(x.shape), -1).to(x.dtype)
+    kind = r.choice(["batchmean", "sum", "mean", "none"])
+    loss = F.kl_div(x.log_softmax(-1), target, reduction=kind)
+    return loss.sum(-1) if kind == "none" else loss
+
+
+def perplexity_of(s: State, r: random.Random) -> Tensor:
+    x = rows(s)[None]
+    labels = labels_for(x.shape[:2], x.shape[2], r)
+    labels[:, 1::2] = -100
+    return perplexity(x, labels, ignore_index=-100)
+
+
+def accuracy(s: State, r: random.Random) -> Tensor:
+    x = rows(s)
+    labels = labels_for(x.shape[:1], x.shape[1], r)
+    return multiclass_accuracy(x, labels, num_classes=x.shape[1], average="micro", top_k=r.choice([1, 1, 2]))
+
+
+def hits_at_three(s: State, r: random.Random) -> Tensor:
+    x = s.last()
+    best = torch.topk(x, 3, dim=-1)[1]
+    return (best == labels_for(x.shape[:-1], x.shape[-1], r)[..., None]).any(-1).float().mean()
+
+
 SMOOTH: list[Consumer] = [
+    hugging_face,
+    several,
+    distilled,
     cross_entropy,
     cross_entropy_over_dims,
     soft_targets,
@@ -133,4 +193,4 @@ SMOOTH: list[Consumer] = [
     reduction,
     whole_reduction,
 ]
-SHARP: list[Consumer] = [confidence, top, ids]
+SHARP: list[Consumer] = [confidence, top, ids, accuracy, hits_at_three, perplexity_of]

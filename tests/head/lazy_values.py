@@ -89,7 +89,21 @@ def rearrange(s: State, r: random.Random) -> State:
     names = [f"d{i}" for i in range(s.x.dim())]
     order = names[:]
     r.shuffle(order)
+    if r.random() < 0.3:
+        return State(einops.rearrange(s.last(), "... v -> (...) v"), 1)
     return State(einops.rearrange(s.x, f"{' '.join(names)} -> {' '.join(order)}"), order.index(names[s.v]))
+
+
+def lower(s: State, r: random.Random) -> State:
+    """Not among the others: it needs the tolerance of bf16."""
+    forms = [
+        lambda: s.x.bfloat16(),
+        lambda: s.x.to(torch.bfloat16),
+        lambda: s.x.to(dtype=torch.bfloat16, non_blocking=True),
+        lambda: s.x.type(torch.bfloat16),
+        lambda: s.x.type_as(torch.empty(0, dtype=torch.bfloat16)),
+    ]
+    return State(r.choice(forms)(), s.v)
 
 
 @op
