@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_liger.head.gathering import Gathering, Hold, gathering_of
 from lightning_liger.head.lazy import Head, LazyRows
 from lightning_liger.head.pending import NEWCOMERS
-from lightning_liger.head.sharing import Habits
+from lightning_liger.head.readings import Habits
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import HeadReport
 

@@ -81,11 +81,9 @@ def _through_the_padded_run(view: View, grad: Tensor) -> None:
 def lazy(view: View) -> LazyRows:
     """The lazy tensor of ``view``, with a place in the autograd graph."""
     inputs = view.tensors()
-    if not any(t.requires_grad for t in inputs):
-        return LazyRows(view)
     if not torch.is_grad_enabled():  # what is made without gradients has none later either
         return LazyRows(view.mapped(detached))
-    if not view.dtype.is_floating_point:
+    if not view.dtype.is_floating_point or not any(t.requires_grad for t in inputs):
         return LazyRows(view)
     made: LazyRows = _Lazify.apply(view, *inputs)
     made.node = _native(made, _GRAD_FN)
@@ -94,8 +92,7 @@ def lazy(view: View) -> LazyRows:
     return made
 
 
-# the getter of a property, which type stubs know as its value
-_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__  # a property's getter; stubs know its value
 
 
 def _native(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,9 +11,7 @@ time is computed with the first reader's chunks this time, and forgotten again i
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,124 +19,9 @@ from torch import Tensor
 
 from lightning_liger.head.per_row import Program, differentiably, grouped, per_row, values, with_gradients
 from lightning_liger.head.plan import Plan, Products
-from lightning_liger.head.view import Mix, View
-from lightning_liger.mirrored import cpu_values, ordinary
-
-_MOST_FOLLOWERS = 6
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one reader makes of the product of a chunk. Holds no tensor that gradients reach."""
-
-    evaluate: Callable[[Products], Tensor]
-    program: Program
-
-    def __call__(self, products: Products, *extras: Tensor) -> tuple[Tensor, ...]:
-        return self.program(self.evaluate(products), *extras)
-
-
-class Habits:
-    """Which readers follow which on one head, call after call."""
-
-    def __init__(self) -> None:
-        self.followers: dict[Hashable, dict[Hashable, Reading]] = {}
-        self.joined: set[Hashable] = set()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Habits:
-        return Habits()
-
-
-@dataclass(frozen=True)
-class _Deposit:
-    """A reader's own gradients, on their way to the node that all readers share."""
-
-    task: int
-    reading: Reading
-    extras: tuple[Tensor, ...]
-    grads: tuple[Tensor | None, ...]
-
-
-@dataclass
-class Readings:
-    """All readers of the same rows of one call.
-
-    Attributes:
-        first: names the first of them; None if it cannot be known again.
-        guessed: outputs that nobody has asked for yet.
-        token: what makes the shared node wait for every reader.
-        count: differentiable readers so far.
-        loss_joined: whether a loss that could run by itself is among them.
-    """
-
-    rows: weakref.ref[Tensor]
-    weight: weakref.ref[Tensor]
-    position: Tensor
-    first: Hashable
-    habits: Habits
-    guessed: dict[Hashable, tuple[Tensor, ...]] = field(default_factory=dict)
-    token: Tensor | None = None
-    deposits: list[_Deposit] = field(default_factory=list)
-    opened: bool = False
-    count: int = 0
-    loss_joined: bool = False
-
-    def are_of(self, rows: Tensor, weight: Tensor, position: Tensor) -> bool:
-        return self.rows() is rows and self.weight() is weight and _same(self.position, position)
-
-    def followers(self) -> dict[Hashable, Reading]:
-        return self.habits.followers.setdefault(self.first, {}) if self.first is not None else {}
-
-    def remember(self, name: Hashable, reading: Reading) -> None:
-        followers = self.followers()
-        if name is not None and len(followers) < _MOST_FOLLOWERS:
-            followers[name] = reading
-
-    def __del__(self) -> None:
-        for name in self.guessed:
-            self.followers().pop(name, None)
-        if self.loss_joined and self.count < 2:
-            self.habits.joined.discard(self.first)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
-        return True
-    x, y = cpu_values(a), cpu_values(b)
-    return x is not None and y is not None and torch.equal(x, y)
-
-
-# -- names -----------------------------------------------------------------------------------------------------------
-
-
-def _named(view: View) -> Hashable:
-    """A name for the expression that is the same in every call; None for one that holds functions of this call."""
-    if not all(op.step is None or _is_torch_function(op.step) for op in view.tail):
-        return None
-    if not isinstance(view.source, Mix):
-        return (view.tail, view.dtype)
-    op, left, right = view.source.op, _named(view.source.left), _named(view.source.right)
-    return (
-        (op, left, right, view.tail, view.dtype)
-        if _is_torch_function(op) and left is not None and right is not None
-        else None
-    )
-
-
-def _is_torch_function(function: Any) -> bool:
-    return getattr(torch, getattr(function, "__name__", ""), None) is function
-
-
-def _leaf(view: View, position: Tensor) -> tuple[View, Tensor]:
-    """The leftmost source, and where it is read."""
-    while isinstance(view.source, Mix):
-        left = view.source.left
-        position = left.flat[position] if view.source.root is not position else left.flat
-        view = left
-    return view, position
-
+from lightning_liger.head.readings import Deposit, Loss, NotedLoss, Reading, Readings, named, readings_of
+from lightning_liger.head.view import View
+from lightning_liger.mirrored import ordinary
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -161,10 +44,10 @@ def read(
             return per_row(view, position, program, extras)
         inputs, plan.inputs = plan.inputs, []
         extras = ordinary(extras)
-        expression = _named(view)
+        expression = named(view)
         name = None if key is None or expression is None else (expression, what, key)
         reading = Reading(plan.evaluate, program)
-        readings = _readings(view, position, None if expression is None else (expression, what))
+        readings = readings_of(view, position, None if expression is None else (expression, what))
         found = _found(readings, name, reading, plan, extras, inputs)
         if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
             return found
@@ -177,20 +60,6 @@ def read(
         )
     view.watch_backward(*outputs)
     return outputs
-
-
-def _readings(view: View, position: Tensor, first: Hashable) -> Readings:
-    leaf, at = _leaf(view, position)
-    head, rows = leaf.source.head, leaf.source.rows
-    for known in head.readings:
-        if isinstance(known, Readings) and known.are_of(rows, head.weight, at):
-            return known
-    made = Readings(weakref.ref(rows), weakref.ref(head.weight), at, first, head.habits or Habits())
-    for loss in head.readings:
-        if isinstance(loss, _NotedLoss) and loss.is_at(at):
-            made.first, made.loss_joined = loss.name, loss.joined
-    head.readings.append(made)
-    return made
 
 
 def _found(
@@ -206,7 +75,7 @@ def _found(
     if name in readings.guessed:
         return readings.guessed.pop(name)
     others = {n: r for n, r in readings.followers().items() if n != name} if opening else {}
-    if not opening or isinstance(readings.first, _Loss):
+    if not opening or isinstance(readings.first, Loss):
         readings.remember(name, reading)
     together = [reading, *others.values()]
     counts: list[int] = []
@@ -225,7 +94,7 @@ def _found(
 
 def _count(readings: Readings) -> None:
     readings.count += 1
-    if isinstance(readings.first, _Loss) and readings.count > readings.loss_joined:
+    if isinstance(readings.first, Loss) and readings.count > readings.loss_joined:
         readings.habits.joined.add(readings.first)
 
 
@@ -236,40 +105,17 @@ def _raw(plan: Plan) -> Plan:
     return made
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """Names a loss over labels as the first reader."""
-
-    expression: Hashable
-
-
-@dataclass(frozen=True)
-class _NotedLoss:
-    """A loss over labels that was asked for before any other reader."""
-
-    name: _Loss
-    position: Tensor
-    row_of: Tensor | None
-    joined: bool
-
-    def is_at(self, position: Tensor) -> bool:
-        flat = self.position.reshape(-1)
-        if self.row_of is not None and flat.shape != position.shape:
-            flat = flat[(self.row_of[flat] >= 0).nonzero()[:, 0]]
-        return _same(flat, position)
-
-
 def joins_others(view: View) -> bool:
     """Whether a loss over labels should be read like others, because others will read the same rows.
 
     By itself it takes its gradients in one pass, which cannot be shared.
     """
-    expression = _named(view)
+    expression = named(view)
     if expression is None or not torch.is_grad_enabled():
         return False
-    head, name = view.source.head, _Loss(expression)
+    head, name = view.source.head, Loss(expression)
     joined = head.habits is not None and name in head.habits.joined
-    head.readings.append(_NotedLoss(name, view.position, view.source.row_of, joined))
+    head.readings.append(NotedLoss(name, view.position, view.source.row_of, joined))
     return joined
 
 
@@ -277,7 +123,7 @@ class _Shared(torch.autograd.Function):
     """The node behind all readers of the same rows; its output is an empty sign that they were made from it."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, deposits: list[_Deposit], *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, plan: Plan, deposits: list[Deposit], *inputs: Tensor | None) -> Tensor:
         ctx.plan, ctx.deposits = plan, deposits
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -311,7 +157,7 @@ class _Reader(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: Plan,
-        deposits: list[_Deposit],
+        deposits: list[Deposit],
         reading: Reading,
         extras: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
@@ -334,6 +180,6 @@ class _Reader(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: by itself, differentiably
             program = ctx.reading.program
             return (None,) * 6 + differentiably(ctx.plan, program, extras, inputs, needs, grads)
-        ctx.deposits.append(_Deposit(torch._C._current_graph_task_id(), ctx.reading, extras, grads))
+        ctx.deposits.append(Deposit(torch._C._current_graph_task_id(), ctx.reading, extras, grads))
         sign = grads[0].new_zeros(()) if grads[0] is not None else torch.zeros((), device=ctx.plan.device)
         return (None,) * 5 + (sign.float(), *(None for _ in needs))

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "head"))
 from preference_losses import Loss, dpo, grpo, kl_to_the_reference
 
 from lightning_liger.head.lazy import Head, LazyRows
-from lightning_liger.head.sharing import Habits
+from lightning_liger.head.readings import Habits
 from lightning_liger.report import HeadReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

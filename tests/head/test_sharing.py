@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_liger.head.lazy import Head, LazyRows
-from lightning_liger.head.sharing import Habits
+from lightning_liger.head.readings import Habits
 
 BATCH, LENGTH, VOCAB = 2, 12, 31
 LABELS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 7 % VOCAB
