@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 
@@ -33,8 +34,12 @@ class BackgroundSave:
         self.wait()
         _ = self.group  # made by all ranks here: the thread could not
 
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         def run() -> None:
             try:
+                if device is not None:  # a new thread begins on the first one, whatever rank this is
+                    torch.cuda.set_device(device)
                 save()
             except BaseException as error:
                 self._error = error

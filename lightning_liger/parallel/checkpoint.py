@@ -8,12 +8,11 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
 from lightning_liger.parallel import files, optimizer_states, sharded, single
 from lightning_liger.parallel.background import BackgroundSave
-from lightning_liger.parallel.pieces import plain_name
+from lightning_liger.parallel.pieces import copy_with, on_cpu, plain_name
 from lightning_liger.parallel.shard import reshard
 from lightning_liger.parallel.together import is_first, together
 
@@ -88,7 +87,7 @@ def save(
     if background is None:
         _place(path, lambda partial: sharded.write(shared, rest, partial), None)
     else:
-        staged = BlockingAsyncStager(cache_staged_state_dict=False).stage(shared)
+        staged = copy_with(shared, on_cpu)
         later = single.assemble(rest)
         group = background.group
         background.start(lambda: _place(path, lambda p: sharded.write(staged, later, p, group), group))

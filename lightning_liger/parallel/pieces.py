@@ -147,3 +147,26 @@ def replace_pieces(tree: Any, change: Callable[[DTensor], Any]) -> Any:
     if isinstance(tree, tuple):
         return type(tree)(*changed) if hasattr(tree, "_fields") else tuple(changed)
     return changed
+
+
+def on_cpu(value: Tensor) -> Tensor:
+    """A copy in host memory, in pieces if ``value`` is."""
+    if value.is_meta:
+        return value
+    return value.detach().clone() if value.device.type == "cpu" else value.detach().to("cpu")
+
+
+def copy_with(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``tree`` in containers of its own, so that nothing changes it later, with each tensor replaced."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        copied = copy.copy(tree)
+        for key, value in tree.items():
+            copied[key] = copy_with(value, change)
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(copy_with(value, change) for value in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(copy_with(value, change) for value in tree))
+    return tree

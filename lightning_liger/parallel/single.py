@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.parallel.pieces import gather
+from lightning_liger.parallel.pieces import copy_with, gather, on_cpu
 
 
 def assemble(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,31 +24,17 @@ def assemble(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     first = not dist.is_initialized() or dist.get_rank() == 0
     made: dict[int, Any] = {}
 
-    def settle(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if id(value) not in made:
-                made[id(value)] = _whole(value, first)
-            return made[id(value)]
-        if isinstance(value, dict):
-            copied = copy.copy(value)
-            for key, inner in value.items():
-                copied[key] = settle(inner)
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(settle(inner) for inner in value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(settle, value))
-        return value
+    def whole(value: Tensor) -> Tensor | None:
+        if id(value) not in made:
+            made[id(value)] = gather(value, first) if isinstance(value, DTensor) else _kept(value, first)
+        return made[id(value)]
 
-    return {key: settle(value) for key, value in checkpoint.items()}
+    assembled: dict[str, Any] = copy_with(dict(checkpoint), whole)
+    return assembled
 
 
-def _whole(value: Tensor, keep: bool) -> Tensor | None:
-    if isinstance(value, DTensor):
-        return gather(value, keep)
-    if value.is_meta or not keep:
-        return value if keep else None
-    return value.detach().to("cpu", copy=True)
+def _kept(value: Tensor, keep: bool) -> Tensor | None:
+    return on_cpu(value) if keep else None
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:

@@ -255,6 +255,26 @@ class Compiled(Hard):
         self.extra = torch.compile(torch.nn.Linear(3, 3))
 
 
+class Recomputed(Hard):
+    """Wrapped by its author."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        if not hasattr(self.model.model.layers[0], "_checkpoint_wrapped_module"):
+            for i, layer in enumerate(self.model.model.layers):
+                self.model.model.layers[i] = checkpoint_wrapper(layer)
+
+
+@case
+def wrapped() -> None:
+    for kind in KINDS:
+        through = fit(Recomputed(), kind, f"wrapped-{kind}")
+        say(f"wrapped {kind}: {same(fit(Hard(), kind, ckpt_path=at(f'wrapped-{kind}', 3)), through, 3)}")
+    saved = torch.load(at("wrapped-full", 3), weights_only=True)["state_dict"]
+    assert list(saved) == list(Hard().state_dict())
+
+
 @case
 def names() -> None:
     fit(Compiled(), "full", "compiled", max_epochs=1)

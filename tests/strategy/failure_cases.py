@@ -13,7 +13,7 @@ import torch.distributed as dist
 from case_tools import KINDS, ROOT, at, case, fit, say
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from resuming import RANK, Hard
+from resuming import RANK, Hard, distance, whole
 
 
 class Refuses:
@@ -73,22 +73,39 @@ class Watch(L.Callback):
         self.seen.append(sorted(p.name for p in self.folder.glob("*")))
 
 
+def slowly(kind: str, folder: Path, every: int, keep: int, later: bool = True) -> Watch:
+    watch = Watch(folder)
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=every, save_top_k=keep)
+    options = {"enable_checkpointing": True, "max_epochs": 1, "strategy": {"async_save": later}}
+    fit(carrying(Slow(), Slow(), 0), kind, callbacks=[watch, saving], **options)
+    return watch
+
+
 @case
 def saving_behind_the_training() -> None:
     for kind in KINDS:
-        folder = ROOT / f"behind-{kind}"
-        watch = Watch(folder)
-        keep = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
-        fit(
-            carrying(Slow(), Slow(), 0), kind, callbacks=[watch, keep], enable_checkpointing=True, max_epochs=1,
-            strategy={"async_save": True},
-        )  # fmt: skip
+        behind, waiting = ROOT / f"behind-{kind}", ROOT / f"waiting-{kind}"
+        watch = slowly(kind, behind, every=2, keep=-1)
+        # step 3 has ended before the checkpoint of step 2 is there
+        assert not any("step=2.ckpt" in names for names in watch.seen[:3]), watch.seen
+        slowly(kind, waiting, every=2, keep=-1, later=False)
+        for step in (2, 4):
+            files = [folder / f"step={step}.ckpt" for folder in (behind, waiting)]
+            one, two = (whole(Hard.load_from_checkpoint(f, weights_only=False).state_dict()) for f in files)
+            assert distance(one, two) == 0.0
+        say(f"{kind}: steps go on while a checkpoint is written, which holds what was there when it was begun")
+
+
+@case
+def removing_behind_the_training() -> None:
+    for kind in KINDS:
+        watch = slowly(kind, ROOT / f"one-{kind}", every=1, keep=1)
+        dist.barrier()
         if RANK == 0:
-            # step 3 ends before the checkpoint of step 2 is there
-            assert not any("step=2.ckpt" in names for names in watch.seen[:3] if names), watch.seen
-            assert sorted(p.name for p in folder.glob("*")) == ["step=4.ckpt"], list(folder.iterdir())
-            assert not list(folder.glob(".*"))
-        say(f"{kind}: steps go on while a checkpoint is written, which is there at the end")
+            first = next(i for i, names in enumerate(watch.seen) if names)
+            assert all(watch.seen[first:]), watch.seen
+            assert [p.name for p in (ROOT / f"one-{kind}").iterdir()] == ["step=4.ckpt"]
+        say(f"{kind}: an old checkpoint goes once the new one is there")
 
 
 @case
