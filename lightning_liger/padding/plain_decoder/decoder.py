@@ -19,6 +19,7 @@ from lightning_liger.padding.backends.errors import BackendError, PackingError
 from lightning_liger.padding.boundary import _in_pieces
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
+from lightning_liger.padding.plain_decoder.dispatch import BLOCKS, name_of, refuse_checkpoint
 from lightning_liger.padding.plain_decoder.layouts import propose_layout, token_ids
 from lightning_liger.padding.plain_decoder.multihead import UnreadTensor
 from lightning_liger.padding.plain_decoder.padded_run import Attribute, DecoderRun
@@ -137,7 +138,12 @@ class PackedDecoder(Rebound):
             PackingError: it cannot be.
         """
         run = DecoderRun(self, args, kwargs, layout, self.backend)
-        token, outside = _RUN.set(run), OUTSIDE.set(run.outside)
+
+        def outside_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            refuse_checkpoint(name_of(func), PackedDecoder.packed.__code__)
+            return run.outside(func, args, kwargs)
+
+        token, outside = _RUN.set(run), OUTSIDE.set(outside_blocks)
         try:
             output = _leave(run, self.original(*args, **kwargs), ())
         finally:
@@ -176,6 +182,7 @@ class PackedEmbedding(Rebound):
             or tuple(ids.shape) != run.packing.layout.shape
         ):
             return self.original(*args, **kwargs)
+        refuse_checkpoint("its embedding of tokens", PackedDecoder.packed.__code__)
         run.embedded = True
         note_place("an embedding of token ids")
         module, ids = self.module, ordinary(ids)
@@ -205,12 +212,16 @@ class PackedBlock(Rebound):
         return super().__call__(*args, **kwargs)
 
 
+BLOCKS.add(PackedBlock.call.__code__)
+
+
 class PackedHead(Rebound):
     """``forward`` of a language-model head, which takes lazy hidden states."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         run = _RUN.get()
         if run is not None and len(args) == 1 and not kwargs and isinstance(args[0], RaggedTensor):
+            refuse_checkpoint("its head", PackedDecoder.packed.__code__)
             return self.original(run.at_head(self.module, args[0]))
         return self.original(*args, **kwargs)
 

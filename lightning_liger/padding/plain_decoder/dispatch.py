@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_liger.padding.plain_decoder.ragged import (
     OUTSIDE,
@@ -21,6 +22,10 @@ from lightning_liger.padding.plain_decoder.ragged import (
 
 T = Tensor
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+# Code of what calls a block.
+BLOCKS: set[Any] = set()
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 # Whether every call is looked at for what only shows in backward.
 WATCHED: ContextVar[bool] = ContextVar("lightning_liger_watched", default=False)
@@ -85,9 +90,32 @@ def _refuse_functions() -> None:
         Unpackable: the caller is inside of one.
     """
     frame: Any = sys._getframe(2)
+    checkpointed = False
     while frame is not None:
-        if frame.f_code is _APPLY and frame.f_locals["cls"] is not CheckpointFunction:
-            raise Unpackable(f"an autograd function of its own ({frame.f_locals['cls'].__name__})")
+        if frame.f_code is _APPLY:
+            if frame.f_locals["cls"] is not CheckpointFunction:
+                raise Unpackable(f"an autograd function of its own ({frame.f_locals['cls'].__name__})")
+            checkpointed = True
+        elif checkpointed and frame.f_code in BLOCKS:
+            raise Unpackable(
+                "reentrant checkpointing of parts of a block; checkpoint whole blocks, or use_reentrant=False"
+            )
+        frame = frame.f_back
+
+
+def refuse_checkpoint(what: str, scope: Any) -> None:
+    """What is done at the borders of a decoder is not done again when a part of it is recomputed in backward.
+
+    Args:
+        scope: code object of the function that runs the decoder; checkpointing around that is another matter.
+
+    Raises:
+        Unpackable: the caller is inside of checkpointing.
+    """
+    frame: Any = sys._getframe(1) if WATCHED.get() else None
+    while frame is not None and frame.f_code is not scope:
+        if frame.f_code is _CHECKPOINT:
+            raise Unpackable(f"{what} is inside of gradient checkpointing")
         frame = frame.f_back
 
 
