@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_liger import LigerCallback
 
+sys.path.append(os.path.join(os.path.dirname(__file__), "padding"))
+from decoder_models import Masked
+
 ACCELERATOR = os.environ.get("TEST_ACCELERATOR", "cpu")
 BACKEND = "nccl" if ACCELERATOR == "gpu" else "gloo"
 DEVICE = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if ACCELERATOR == "gpu" else "cpu")
@@ -52,6 +55,22 @@ class Module(Plain):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.val_losses.append(float(self.loss(self.model, batch)))
+
+
+class OwnDecoder(Module):
+    """A decoder in plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__(labels, "qwen2")
+        torch.manual_seed(4)
+        self.model = Masked()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch["input_ids"], batch["attention_mask"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_losses.append(float(self.training_step(batch, batch_idx)))
 
 
 class Unused(Module):
@@ -149,6 +168,7 @@ def main(which: str) -> None:
                     partial(made, loss, "qwen2"),
                     partial(DDPStrategy, process_group_backend=BACKEND, find_unused_parameters=unused),
                 )
+        compare("ddp plain decoder", OwnDecoder, lambda: DDPStrategy(process_group_backend=BACKEND))
         compare(
             "ddp accumulate and clip",
             lambda: Module(labels, "gpt2"),

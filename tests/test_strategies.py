@@ -27,4 +27,4 @@ def test_two_processes(which: str, accelerator: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     lines = [line for line in done.stdout.splitlines() if " loss " in line]
-    assert len(lines) == {"ddp": 5, "model_parallel": 4}[which], done.stdout
+    assert len(lines) == {"ddp": 6, "model_parallel": 4}[which], done.stdout

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import VOCAB, assert_same, both, collate_shifted, fit, loader, relative_all
+from helpers import VOCAB, assert_same, both, causal_lm, collate_shifted, fit, loader, relative_all
 from test_decoders import Trains, assert_left, assert_packed, loss_inside, loss_outside, run
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from lightning_liger import LigerCallback, Settings, accelerate
 
@@ -162,6 +163,49 @@ def test_a_function_of_its_own_under_reentrant_checkpointing() -> None:
     assert_left(run(Own), "an autograd function of its own")
 
 
+CHECKPOINTED = {
+    "parts, reentrant": "parts of a block",
+    "the embedding": "its embedding of tokens is inside of gradient checkpointing",
+    "the embedding, reentrant": "its embedding of tokens is inside of gradient checkpointing",
+    "parts": "",
+    "sequence": "",
+    "sequence, reentrant": "",
+}
+
+
+@pytest.mark.parametrize("where", CHECKPOINTED)
+def test_checkpointing_of_other_things_than_blocks(where: str) -> None:
+    reentrant = where.endswith("reentrant")
+
+    class Parts(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + checkpoint(self.attn, self.ln_1(x), use_reentrant=reentrant)
+            return x + checkpoint(self.mlp, self.ln_2(x), use_reentrant=reentrant)
+
+    class Model(models.NanoGPT):
+        def __init__(self) -> None:
+            super().__init__()
+            if where.startswith("parts"):
+                self.transformer["h"] = nn.ModuleList(Parts() for _ in range(2))
+
+        def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+            if where.startswith("the"):
+                x = checkpoint(self.hidden, idx, use_reentrant=reentrant)
+            elif where.startswith("sequence"):
+                blocks = list(self.transformer["h"])
+                x = checkpoint_sequential(blocks, 2, self.transformer["wte"](idx), use_reentrant=reentrant)
+            else:
+                x = self.hidden(idx)
+            logits = self.lm_head(x)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # type: ignore[union-attr]
+
+    ours = run(Model)
+    if CHECKPOINTED[where]:
+        assert_left(ours, CHECKPOINTED[where])
+    else:
+        assert_packed(ours)
+
+
 def test_compiled_layers_keep_the_padding() -> None:
     def make() -> nn.Module:
         model = models.NanoGPT()
@@ -217,6 +261,30 @@ def test_reading_the_last_column_outside_of_the_decoder() -> None:
     torch.testing.assert_close(found[:, -1] * 1.0, expected[:, -1], rtol=1e-5, atol=1e-5)
     (expected.square().mean() - found.square().mean()).backward()
     assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["transformers", "decoder"])
+def test_detached_logits_stay_detached_when_padding_is_read(kind: str) -> None:
+    def logits(model: Any, ids: Tensor) -> Tensor:
+        return model(ids) if kind == "decoder" else model(ids, attention_mask=(ids != 0).long()).logits
+
+    def alone(a: Tensor, real: Tensor) -> Tensor:
+        return (a.detach().roll(1, -1).log_softmax(-1).sum(-1) * real).mean() + 0.1 * a.square().mean()
+
+    def turned(a: Tensor, real: Tensor) -> Tensor:
+        return ((a.softmax(-1) * (a.log_softmax(-1) - a.detach().roll(1, -1).log_softmax(-1))).sum(-1) * real).mean()
+
+    for loss in (alone, turned):
+        torch.manual_seed(0)
+        model = models.Llama("inside") if kind == "decoder" else causal_lm("llama")
+        plain = copy.deepcopy(model)
+        handle = accelerate(model)
+        ids, labels = batch()
+        for each in (plain, model):
+            loss(logits(each, ids), labels >= 0).backward()
+        assert handle.report.padding.packed_calls == handle.report.padding.padded_runs == 1, loss
+        gradients = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain)]
+        assert relative_all(*gradients) < 1e-5, loss
 
 
 def test_multi_head_attention() -> None:
