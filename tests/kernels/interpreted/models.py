@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _OWN: dict[str, dict[str, Any]] = {
-    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     # multipliers as in the released models, so that a dropped one shows
     "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
@@ -57,7 +57,7 @@ def only_kernels(module: nn.Module, kernels: Any = True) -> Accelerated:
     return accelerate(module, Settings(padding_free=False, fused_head=False, kernels=kernels))
 
 
-def batch(rows: int = 2, length: int = 9, seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(rows: int = 2, length: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}

@@ -25,7 +25,7 @@ LAYERS = 2
 
 def short_documents() -> DataLoader[Any]:
     """The interpreter runs one row at a time."""
-    return DataLoader(documents(4, longest=10), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(documents(4, longest=7), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def train(kind: str, callback: LigerCallback | None, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
