@@ -58,7 +58,7 @@ class LigerCallback(_Base):
         head: Path of the LM head inside the module, when it is not found by itself.
         attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
-        kernels: ``"auto"``, True, False, or single ops: ``{"rope": False}``.
+        kernels: ``"auto"``, True, False, or these by op: ``{"rope": False}``; ops left out are ``"auto"``.
         max_tokens_per_batch: Tokens per training batch, instead of a number of samples.
         length_fn: Tokens of a dataset sample.
         overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
@@ -81,7 +81,7 @@ class LigerCallback(_Base):
         head: str | None = None,
         attention: str = "auto",
         head_backend: str = "auto",
-        kernels: bool | str | Mapping[str, bool] = "auto",
+        kernels: bool | str | Mapping[str, bool | str] = "auto",
         max_tokens_per_batch: int | None = None,
         length_fn: Callable[[Any], int] | None = None,
         overlong: str = "error",

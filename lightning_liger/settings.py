@@ -32,10 +32,10 @@ class Settings:
         head_backend: ``"torch"``: chunked PyTorch, any device; ``"triton"``: the same chunks with one kernel for
             softmax and gradient, CUDA; ``"liger"``: Liger's fused linear cross entropy, CUDA; ``"auto"`` picks by
             device.
-        kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs, rotary embeddings), wherever a
-            comparison shows that they compute the same. ``"auto"``: on a CUDA device, for models of hidden size 2048
-            and up; ``True``: wherever Triton runs;
-            ``False``: never; a mapping such as ``{"rope": False}`` switches single ops, those left out are on.
+        kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs and experts, rotary embeddings, squared
+            ReLU), wherever a comparison shows that they compute the same. ``"auto"``: on a CUDA device, for models of
+            hidden size 2048 and up; ``True``: wherever Triton runs; ``False``: never. A mapping decides op by op, with
+            the same three values: ``{"rms_norm": True, "rope": False}``; an op that it leaves out is ``"auto"``.
         max_tokens_per_batch: Fill training batches up to this many tokens instead of a fixed number of samples: every
             rank gets as many batches, each full and of like cost within a step. None keeps the loader's batches.
         length_fn: Tokens of a dataset sample, when ``max_tokens_per_batch`` cannot find them by itself.
@@ -56,7 +56,7 @@ class Settings:
     head: str | None = None
     attention: str = "auto"
     head_backend: str = "auto"
-    kernels: bool | str | Mapping[str, bool] = "auto"
+    kernels: bool | str | Mapping[str, bool | str] = "auto"
     max_tokens_per_batch: int | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: str = "error"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+Choice = bool | str | Mapping[str, bool | str]
+
 
 def check_choice(choice: object) -> None:
     """Raise for anything that is not a ``kernels`` option.
@@ -24,10 +26,18 @@ def check_choice(choice: object) -> None:
             near = difflib.get_close_matches(str(op), valid, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"kernels={choice!r}: unknown op {op!r}.{hint} Valid ops: {', '.join(valid)}.")
-        if not isinstance(value, bool):
-            raise ValueError(f"kernels={choice!r}: {op!r} must be True or False.")
+        if not isinstance(value, bool) and value != "auto":
+            raise ValueError(f"kernels={choice!r}: {op!r} must be True, False or 'auto'.")
 
 
-def wants(choice: object, op: str) -> bool:
-    """Whether ``op`` is on; ops that a mapping leaves out are."""
-    return bool(choice.get(op, True)) if isinstance(choice, Mapping) else bool(choice)
+def choice_for(choice: Choice, op: str) -> bool | str:
+    """True, False or ``"auto"`` for one op; an op that a mapping leaves out follows the default, ``"auto"``."""
+    return choice.get(op, "auto") if isinstance(choice, Mapping) else choice
+
+
+def why_off(choice: Choice, op: str, auto: str) -> str:
+    """Why ``op`` is off, or ``""``; ``auto`` is why the default leaves kernels off, or ``""``."""
+    wanted = choice_for(choice, op)
+    if wanted == "auto":
+        return auto
+    return "" if wanted else "switched off"

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what hap
     (
         ("auto", "no CUDA device (kernels='auto')"),
         (True, "Triton kernels need a CUDA device (or TRITON_INTERPRET=1, for tests)"),
-        ({"rope": False}, "Triton kernels need a CUDA device (or TRITON_INTERPRET=1, for tests)"),
+        ({"rope": True}, "Triton kernels need a CUDA device (or TRITON_INTERPRET=1, for tests)"),
+        ({"rope": False}, "no CUDA device (kernels='auto')"),
         (False, "switched off (kernels=False)"),
     ),
 )

@@ -31,10 +31,11 @@ def applied(kernels: Any) -> dict[str, int]:
     (
         (True, {"rms_norm": 5, "swiglu": 2, "rope": 2}),
         (False, {}),
-        ({"rope": False}, {"rms_norm": 5, "swiglu": 2}),
-        ({"rms_norm": False, "swiglu": False}, {"rope": 2}),
-        ({"rms_norm": True}, {"rms_norm": 5, "swiglu": 2, "rope": 2}),
-        ({"geglu": False}, {"rms_norm": 5, "swiglu": 2, "rope": 2}),
+        ({"rms_norm": True}, {"rms_norm": 5}),
+        ({"rms_norm": True, "rope": True, "swiglu": False}, {"rms_norm": 5, "rope": 2}),
+        ({"rope": False}, {}),
+        ({"swiglu": True, "rope": "auto"}, {"swiglu": 2}),
+        ({"geglu": True}, {}),
     ),
 )
 def test_single_ops(kernels: Any, expected: dict[str, int]) -> None:
@@ -50,9 +51,25 @@ def test_auto_is_off_without_a_gpu_and_says_so() -> None:
 
 
 def test_an_op_that_is_off_is_counted_and_named() -> None:
-    handle = only_kernels(tiny("llama"), {"rope": False})
-    op = handle.report.kernels.ops["rope"]
-    assert (op.found, op.applied, op.refused) == (2, 0, {"switched off": 2})
+    handle = only_kernels(tiny("llama"), {"rope": False, "rms_norm": True})
+    ops = handle.report.kernels.ops
+    assert (ops["rope"].found, ops["rope"].applied, ops["rope"].refused) == (2, 0, {"switched off": 2})
+    assert ops["swiglu"].refused == {"no CUDA device (kernels='auto')": 2}, "left out: by the default's rule"
+
+
+def test_what_a_mapping_leaves_out_follows_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU; the comparison itself stays on the CPU."""
+    from lightning_liger.kernels import apply
+
+    monkeypatch.setattr(apply.torch.cuda, "is_available", lambda: True)
+    narrow = only_kernels(tiny("llama"), {"rms_norm": True}).report.kernels
+    assert {k: o.applied for k, o in narrow.ops.items()} == {"rms_norm": 5, "swiglu": 0, "rope": 0}
+    assert all("hidden size 32" in r for op in ("swiglu", "rope") for r in narrow.ops[op].refused)
+    monkeypatch.setattr(apply, "_GPU_BOUND_WIDTH", 32)
+    wide = only_kernels(tiny("llama"), {"rms_norm": False}).report.kernels
+    assert {k: o.applied for k, o in wide.ops.items()} == {"rms_norm": 0, "swiglu": 2, "rope": 2}
+    everything = only_kernels(tiny("llama"), "auto").report.kernels
+    assert {k: o.applied for k, o in everything.ops.items()} == {"rms_norm": 5, "swiglu": 2, "rope": 2}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +78,8 @@ def test_an_op_that_is_off_is_counted_and_named() -> None:
         ("on", "expected 'auto', True, False, or ops such as"),
         (3, "expected 'auto', True, False, or ops such as"),
         ({"rmsnorm": True}, "unknown op 'rmsnorm'. Did you mean 'rms_norm'"),
-        ({"xyz": True}, "Valid ops: rms_norm, layer_norm, swiglu, geglu, rope"),
-        ({"rope": "yes"}, "'rope' must be True or False"),
+        ({"xyz": True}, "Valid ops: rms_norm, layer_norm, swiglu, geglu, rope, relu_squared"),
+        ({"rope": "yes"}, "'rope' must be True, False or 'auto'"),
     ),
 )
 def test_bad_values(kernels: Any, message: str) -> None:
