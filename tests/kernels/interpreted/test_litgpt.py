@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import relative_all
+from helpers import VOCAB, Plain, Run, assert_same, fit, relative_all
 from models import gradients, only_kernels
 from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_liger import LigerCallback
 
 
 class RMSNorm(nn.Module):
@@ -71,40 +74,58 @@ def test_look_alike_blocks(offset: bool, act: Any, op: str) -> None:
     assert_close(gradients(model), gradients(plain))
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "pythia": {"expected": {"layer_norm": (2, 1), "rope": (1, 0)}, "name": "pythia-14m"},
     "llama": {"expected": {"rms_norm": (2, 1), "swiglu": (1, 0), "rope": (1, 0)}, "name": "tiny-llama-1.1b"},
     "gemma": {"expected": {"rms_norm": (2, 1), "geglu": (1, 0), "rope": (1, 0)}, "name": "Gemma-2b"},
+    "llama with LoRA": {"expected": {"rms_norm": (2, 1), "swiglu": (1, 0), "rope": (1, 0)}, "name": "tiny-llama-1.1b"},
 }
+
+
+class Lit(Plain):
+    """litgpt's own way: logits from token ids, the loss in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        return F.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def litgpt_model(kind: str) -> nn.Module:
+    if kind.endswith("LoRA"):
+        from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+    else:
+        from litgpt.config import Config
+        from litgpt.model import GPT
+
+    groups = {"pythia": 4, "gemma": 1}.get(kind, 2)
+    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": groups, "head_size": 8}
+    sizes |= {"padded_vocab_size": VOCAB, "intermediate_size": 48, "block_size": 32}
+    if kind.endswith("LoRA"):
+        sizes |= {"lora_r": 4, "lora_alpha": 8, "lora_mlp": True, "lora_head": True, "lora_query": True}
+    torch.manual_seed(0)
+    model = GPT(Config.from_name(CONFIGS[kind]["name"], **sizes))
+    if kind.endswith("LoRA"):
+        mark_only_lora_as_trainable(model)
+    for name, p in model.named_parameters():
+        if "norm" in name or "ln_f" in name or "lora_B" in name:
+            p.data += 0.3 * torch.randn_like(p)
+    return model
 
 
 @pytest.mark.skipif(importlib.util.find_spec("litgpt") is None, reason="litgpt is not installed")
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_litgpt(kind: str) -> None:
-    from litgpt.config import Config
-    from litgpt.model import GPT
+def test_litgpt_in_a_lightning_module(kind: str) -> None:
+    def run(callback: LigerCallback | None) -> Run:
+        ids = torch.randint(0, VOCAB, (4, 7), generator=torch.Generator().manual_seed(0))
+        data = DataLoader([{"input_ids": row} for row in ids], batch_size=2)  # type: ignore[arg-type]
+        return fit(Lit(litgpt_model(kind), lr=0.05), data, callback, max_steps=2)
 
-    sizes: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": 2 if kind == "llama" else 4}
-    sizes |= {"padded_vocab_size": 97, "intermediate_size": 48, "block_size": 32, "head_size": 8}
-    sizes["n_query_groups"] = 1 if kind == "gemma" else sizes["n_query_groups"]
-    config = Config.from_name(CONFIGS[kind]["name"], **sizes)
-    torch.manual_seed(0)
-    model = GPT(config)
-    for name, p in model.named_parameters():
-        if "norm" in name or "ln_f" in name:
-            p.data += 0.3 * torch.randn_like(p)
-    plain = copy.deepcopy(model)
-    handle = only_kernels(model)
-    ids = torch.randint(0, 97, (2, 7))
-    losses = []
-    for m in (model, plain):
-        loss = F.cross_entropy(m(ids).flatten(0, 1), ids.flatten())
-        loss.backward()
-        losses.append(float(loss.detach()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert_close(gradients(model), gradients(plain))
-    ops = handle.report.kernels.ops
+    plain = run(None)
+    ours = run(LigerCallback(kernels=True, padding_free=False, fused_head=False, verbose=False))
+    assert_same(plain, ours, loss=1e-5, gradient=1e-5, parameter=1e-5)
+    ops = ours.report["kernels"]["ops"]
     for op, (per_layer, outside) in CONFIGS[kind]["expected"].items():
-        assert ops[op].applied == ops[op].found == 2 * per_layer + outside, ops
-        assert ops[op].calls and not ops[op].original_calls, ops[op]
-        assert ops[op].sources == {"structural": ops[op].applied}
+        expected = 2 * per_layer + outside
+        assert ops[op]["applied"] == ops[op]["found"] == ops[op]["called"] == expected, ops
+        assert not ops[op]["original_calls"], ops[op]
+        assert ops[op]["sources"] == {"structural": expected}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from models import batch, gradients, only_kernels, step, tiny
 from torch import Tensor
 
@@ -71,8 +70,9 @@ def test_adapters_on_every_layer(kind: str, accelerate_first: bool) -> None:
     def build(kernels: bool) -> tuple[Any, Any]:
         model = tiny("llama")
         handle = only_kernels(model) if kernels and accelerate_first else None
-        saved = ["input_layernorm", "norm", "up_proj"] if kind == "modules_to_save" else None
-        targets = ["q_proj", "gate_proj", "down_proj", "lm_head"] + ([] if saved else ["up_proj"])
+        saved = ["input_layernorm", "norm", "up_proj", "lm_head", "embed_tokens"] if kind == "modules_to_save" else None
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+        targets += [] if saved else ["up_proj", "lm_head"]
         config = peft.LoraConfig(target_modules=targets, use_dora=kind == "dora", modules_to_save=saved, r=4)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -91,36 +91,53 @@ def test_adapters_on_every_layer(kind: str, accelerate_first: bool) -> None:
     assert not handle.report.kernels.reasons()
 
 
-class Linear4bit(nn.Linear):
-    """As bitsandbytes does it: the stored weight is packed, its shape says nothing."""
+def four_bit(model: Any) -> Any:
+    """Every linear layer but the head in NF4, as ``BitsAndBytesConfig(load_in_4bit=True)`` leaves it."""
+    bnb = pytest.importorskip("bitsandbytes")
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                made = bnb.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    compute_dtype=torch.float32,
+                    quant_type="nf4",
+                )
+                made.load_state_dict(child.state_dict())
+                setattr(module, name, made.to("cpu").requires_grad_(False))  # packs the weight
+    assert model.model.layers[0].mlp.gate_proj.weight.dtype == torch.uint8
+    return model
 
-    def __init__(self, like: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = like.in_features, like.out_features
-        low, high = float(like.weight.min()), float(like.weight.max())
-        self.low, self.step = low, (high - low) / 15
-        codes = ((like.weight.detach() - low) / self.step).round().to(torch.uint8).flatten()
-        self.weight = nn.Parameter((codes[::2] * 16 + codes[1::2])[:, None], requires_grad=False)
-        self.bias = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        codes = torch.stack((self.weight // 16, self.weight % 16), -1).flatten()
-        return F.linear(x, codes.to(x.dtype).view(self.out_features, self.in_features) * self.step + self.low)
+def test_quantised_layers_are_compared_once_for_all() -> None:
+    from lightning_liger.kernels.mlps import GatedMLPPatch
+
+    model, patch = four_bit(tiny("llama")), GatedMLPPatch("swiglu")
+    assert len({patch.key(layer.mlp) for layer in model.model.layers}) == 1
 
 
-def test_a_four_bit_base() -> None:
+@pytest.mark.parametrize("adapted", (False, True))
+def test_a_four_bit_base(adapted: bool) -> None:
     def build() -> Any:
-        model = tiny("llama")
-        for module in list(model.model.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, Linear4bit(child))
+        model = four_bit(tiny("llama"))
+        if not adapted:
+            return model
+        peft = pytest.importorskip("peft")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4))
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.data += 0.1 * torch.randn_like(p)
         return model
 
     model = build()
     handle = only_kernels(model)
     assert handle.report.kernels.applied == 9
     assert_like(model, build())
+    ops = handle.report.kernels.ops
+    assert all(op.called == op.applied and not op.original_calls for op in ops.values()), ops
 
 
 def test_a_forward_that_somebody_replaced_is_left_and_named() -> None:
