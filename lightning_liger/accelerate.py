@@ -13,7 +13,6 @@ from lightning_liger.head.apply import LazyHead
 from lightning_liger.head.finding import find_heads
 from lightning_liger.kernels.apply import Kernels
 from lightning_liger.kernels.registry import KernelBinding
-from lightning_liger.kernels.rotary import RopeBinding
 from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones, head_size
 from lightning_liger.padding.backends.choice import check_named
@@ -183,7 +182,7 @@ class Accelerated:
 
     def _runs_by_row(self, module: nn.Module) -> bool:
         binding = live_binding(module, "forward", self._switch, KernelBinding)
-        return binding is not None and not isinstance(binding, RopeBinding)
+        return isinstance(binding, KernelBinding) and binding.by_row
 
     def _fuse_heads(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.head

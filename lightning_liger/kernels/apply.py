@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ import torch.nn as nn
 from lightning_liger.kernels import liger
 from lightning_liger.kernels.check import Verdict, verify
 from lightning_liger.kernels.device import trial_device, why_not
-from lightning_liger.kernels.options import wants
+from lightning_liger.kernels.options import Choice, why_off
 from lightning_liger.kernels.registry import KernelBinding, KernelPatch, known_ops, registered
 from lightning_liger.kernels.report import KernelReport, OpReport
-from lightning_liger.kernels.rotary import RopePatch, rotary_function
+from lightning_liger.kernels.rotary import RopePatch, rotary_functions
+from lightning_liger.kernels.rotary_angles import angles_problem, repeated_angles
 from lightning_liger.kernels.standin import defined_by
 from lightning_liger.patching import Rebound, Switch, inside_compiled, live_binding
-
-Choice = bool | str | Mapping[str, bool]
 
 # One H200, bf16: at hidden size 896 single-op kernels made a step 17% longer, at 3584 they made it 6% shorter
 # (docs/performance.md). Between the two nothing was measured.
@@ -39,24 +38,19 @@ class Kernels:
         self.choice = choice
         self.report = report
         self.switch = switch
+        self._off: dict[str, str] = {}
         # weak: the registry of accelerated modules must not keep a module alive through its own entry
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def bindings(self, module: nn.Module) -> list[KernelBinding]:
         """New bindings for what ``module`` holds now, not bound yet; modules that were looked at before are skipped."""
-        self.report.off = self._off(module)
-        if self.report.off:
-            return []
-        return list(self._find(module))
-
-    def _off(self, module: nn.Module) -> str:
-        if not any(wants(self.choice, op) for op in known_ops()):
-            return f"switched off (kernels={self.choice})"
-        if self.choice == "auto" and not torch.cuda.is_available():
-            return "no CUDA device (kernels='auto')"
-        if self.choice == "auto" and (width := _width(module)) < _GPU_BOUND_WIDTH:
-            return f"hidden size {width}: the step is bound by launches, which kernels only add to (kernels='auto')"
-        return why_not()
+        auto = _why_auto_is_off(module)
+        self._off = {op: why_off(self.choice, op, auto) for op in known_ops()}
+        if all(self._off.values()):
+            self.report.off = auto if auto in self._off.values() else f"switched off (kernels={self.choice})"
+        else:
+            self.report.off = why_not()
+        return [] if self.report.off else list(self._find(module))
 
     def _find(self, module: nn.Module) -> Iterator[KernelBinding]:
         patches = registered()
@@ -66,14 +60,14 @@ class Kernels:
         compiled = inside_compiled(module)
         device = trial_device()
         verdicts: dict[object, Verdict] = {}
-        rotary_problem: str | None = None
+        angles: list[tuple[str, set[str]]] | None = None
         for candidate in new:
             matching = [p for p in patches if p.match(candidate)]
             if not matching:
                 continue
-            if any(isinstance(p, RopePatch) for p in matching) and rotary_problem is None:
-                rotary_problem = _rotary_problem(module)
-            binding = self._try(candidate, matching, known, compiled, device, verdicts, rotary_problem or "")
+            if angles is None and any(isinstance(p, RopePatch) for p in matching):
+                angles = repeated_angles(module)
+            binding = self._try(candidate, matching, known, compiled, device, verdicts, angles or [])
             if binding is not None:
                 yield binding
 
@@ -85,19 +79,20 @@ class Kernels:
         compiled: set[nn.Module],
         device: torch.device,
         verdicts: dict[object, Verdict],
-        rotary_problem: str,
+        angles: list[tuple[str, set[str]]],
     ) -> KernelBinding | None:
         """The binding of the first patch that computes the same; otherwise one refusal in the report."""
         hint = known.op(module)
         name = defined_by(module).__name__
         refusals: list[tuple[KernelPatch, str]] = []
         for patch in sorted(patches, key=lambda p: p.op != hint):
-            if not wants(self.choice, patch.op) and len(patches) == 1:
-                self._op(patch).found += 1
-                self._op(patch).refuse("switched off")
-                return None
             reason = _foreign(module, self.switch) or ("compiled with torch.compile" if module in compiled else "")
-            reason = reason or patch.refusal(module) or (rotary_problem if isinstance(patch, RopePatch) else "")
+            reason = reason or patch.refusal(module)
+            if not reason and isinstance(patch, RopePatch):
+                reason = angles_problem(list(patch.forms(module).values()), angles)
+            if not reason and self._off[patch.op]:
+                refusals.append((patch, self._off[patch.op]))
+                continue
             if reason:
                 refusals.append((patch, f"{name}: {reason}"))
                 continue
@@ -110,9 +105,6 @@ class Kernels:
                 continue
             report = self._op(patch)
             report.found += 1
-            if not wants(self.choice, patch.op):
-                report.refuse("switched off")
-                return None
             report.applied += 1
             source = "liger" if hint == patch.op else "structural"
             report.sources[source] = report.sources.get(source, 0) + 1
@@ -149,9 +141,9 @@ class _Known:
     def op(self, module: nn.Module) -> str | None:
         if module in self._ops:
             return self._ops[module]
-        if self._rotary and (found := rotary_function(module)) is not None:
+        if self._rotary:
             where = defined_by(module).__module__.rpartition(".")[2]
-            return "rope" if f"{where}.{found[0]}" in self._rotary else None
+            return "rope" if any(f"{where}.{name}" in self._rotary for name in rotary_functions(module)) else None
         return None
 
 
@@ -178,23 +170,12 @@ def _foreign(module: Any, switch: Switch) -> str:
     return ""
 
 
-def _rotary_problem(module: nn.Module) -> str:
-    """Why the angles of this model do not fit a kernel that reads the first half of ``cos`` only, or ``""``."""
-    for rotary in module.modules():
-        frequencies = getattr(rotary, "inv_freq", None)
-        if not isinstance(frequencies, torch.Tensor) or frequencies.dim() != 1 or frequencies.device.type == "meta":
-            continue
-        x = torch.zeros(1, 4, 8, device=frequencies.device)
-        try:
-            with torch.no_grad():
-                cos, sin = rotary(x, torch.arange(4, device=frequencies.device)[None])
-        except Exception:  # called in another way, so its result reaches other code than ours
-            continue
-        width = cos.shape[-1]
-        if width == 2 * frequencies.shape[0] and not all(
-            torch.equal(t[..., : width // 2], t[..., width // 2 :]) for t in (cos, sin)
-        ):
-            return f"{type(rotary).__name__} does not repeat its angles in halves"
+def _why_auto_is_off(module: nn.Module) -> str:
+    """Why ``kernels="auto"`` leaves this module to its own code, or ``""``."""
+    if not torch.cuda.is_available():
+        return "no CUDA device (kernels='auto')"
+    if (width := _width(module)) < _GPU_BOUND_WIDTH:
+        return f"hidden size {width}: the step is bound by launches, which kernels only add to (kernels='auto')"
     return ""
 
 

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lightning_liger.kernels.registry import Dtypes, KernelPatch
+from lightning_liger.kernels.surroundings import undisturbed
 from lightning_liger.patching import bypass
 
 _FP32_TOLERANCE = 1e-5
@@ -32,17 +33,7 @@ def verify(patch: KernelPatch, module: nn.Module, device: torch.device) -> Verdi
     In fp32 all outputs and gradients must agree to 1e-5 (relative, row by row). In bf16 the candidate must be about as
     close to the fp32 result as the module's own bf16 code is; of several that fit, the one closest to that code is taken.
     """
-    # The stand-in must not depend on, nor move, anybody's random numbers, modes or default dtype.
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        bypass("comparing kernels"),
-        patch.comparing(),
-    ):
-        torch.manual_seed(0)
+    with undisturbed(device), bypass("comparing kernels"), patch.comparing():
         try:
             trial, inputs = patch.trial(module, device)
             rows = len(_outputs(trial(*inputs))) + sum(i.requires_grad for i in inputs)
@@ -109,7 +100,7 @@ def _run(
 def _with_gradients(moved: nn.Module, args: Sequence[Tensor], function: Callable[..., Any]) -> list[Tensor]:
     before = [a.detach().clone() for a in args]
     out = _outputs(function(*args))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     wanted = [a for a in args if a.requires_grad] + list(moved.parameters())
     seeds = [torch.randn(o.shape, generator=generator).to(o) for o in out]
     kept = [s.clone() for s in seeds]
@@ -160,5 +151,6 @@ def _learn_dtypes(patch: KernelPatch, trial: nn.Module, inputs: tuple[Tensor, ..
                         out = _outputs(type(trial).forward(moved, *args))
                 except Exception:  # this combination is an error in the original code: it stays one
                     continue
-                known[x, weight, autocast] = out[0].dtype
+                if len({o.dtype for o in out}) == 1:
+                    known[x, weight, autocast] = out[0].dtype
     return known

@@ -58,7 +58,7 @@ class ExpertsBinding(KernelBinding):
             return self.aside(f"the comparison has no {x.dtype} input with {up.dtype} weights", x, index, weights)
         if dtype not in compared_dtypes():
             return self.aside("in fp32 the kernel would round to TF32", x, index, weights)
-        self.report.calls += 1
+        self.ran()
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         k = index.shape[-1]
         result = experts(flat, up.to(dtype), down.to(dtype), index.reshape(-1, k).int(), weights.reshape(-1, k))
@@ -82,13 +82,23 @@ class ExpertsPatch(KernelPatch):
     kernels = ("_fused_up_proj_swiglu_kernel", "_fused_down_proj_kernel", "_moe_bwd_")
 
     def match(self, module: nn.Module) -> bool:
-        parameters = {n: p for n, p in module._parameters.items() if p is not None}
-        if set(parameters) != {_UP, _DOWN} or any(p.dim() != 3 for p in parameters.values()):
+        # anything that looks like it: what cannot be replaced is worth its reason
+        found = (module._parameters.get(name) for name in (_UP, _DOWN))
+        if any(p is None or p.dim() != 3 for p in found):
             return False
-        if any(True for c in module.children() for _ in c.parameters()):
-            return False
-        (e, double, h), (e2, h2, i) = parameters[_UP].shape, parameters[_DOWN].shape
-        return e == e2 and h == h2 and double == 2 * i
+        return not any(True for c in module.children() for _ in c.parameters())
+
+    def refusal(self, module: nn.Module) -> str:
+        found = {n: p for n, p in module._parameters.items() if p is not None}
+        if set(found) != {_UP, _DOWN}:
+            return f"the expert kernel has no place for {', '.join(sorted(set(found) - {_UP, _DOWN}))}"
+        (e, double, h), (e2, h2, i) = found[_UP].shape, found[_DOWN].shape
+        if (e, double, h) != (e2, 2 * i, h2):
+            return "its weights are not stored as the expert kernel reads them, (E, 2 I, H) and (E, H, I)"
+        for name in ("limit", "swiglu_limit"):
+            if isinstance(value := getattr(module, name, None), (int, float)):
+                return f"it clamps its gate at {name}={value}, which the expert kernel does not"
+        return ""
 
     def candidates(self, module: nn.Module) -> list[str]:
         return ["silu"]

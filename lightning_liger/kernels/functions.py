@@ -22,7 +22,7 @@ def _graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``backward``, with an error under ``create_graph=True``: what it does is invisible to autograd."""
 
     @functools.wraps(backward)
@@ -41,7 +41,7 @@ def _rms_norm_function() -> Any:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     class RMSNorm(LigerRMSNormFunction):
-        backward = staticmethod(_once(LigerRMSNormFunction.backward))
+        backward = staticmethod(once(LigerRMSNormFunction.backward))
 
     return RMSNorm
 
@@ -65,7 +65,7 @@ def _layer_norm_function() -> Any:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     class LayerNorm(LigerLayerNormFunction):
-        backward = staticmethod(_once(LigerLayerNormFunction.backward))
+        backward = staticmethod(once(LigerLayerNormFunction.backward))
 
     return LayerNorm
 
@@ -108,7 +108,7 @@ class _SiLUMul(_GatedFunction):
         return _GatedFunction._forward(swiglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from liger_kernel.ops.swiglu import swiglu_backward
 
@@ -123,7 +123,7 @@ class _TanhGELUMul(_GatedFunction):
         return _GatedFunction._forward(geglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from liger_kernel.ops.geglu import geglu_backward
 
@@ -138,7 +138,7 @@ class _ExactGELUMul(_GatedFunction):
         return _GatedFunction._forward(exact_geglu_forward, ctx, gate, up, overwrite)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         from lightning_liger.kernels.exact_geglu import exact_geglu_backward
 
@@ -163,46 +163,19 @@ def gated(activation: str, gate: Tensor, up: Tensor, *, overwrite: bool) -> Tens
     return _GATED[activation].run(gate, up, overwrite)
 
 
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
-        from liger_kernel.ops.rope import rope_forward
+@functools.cache
+def _relu_squared_function() -> Any:
+    from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction
 
-        dtype = torch.promote_types(q.dtype, cos.dtype)
-        ctx.dtypes = (q.dtype, k.dtype)
-        ctx.rotary_dim = rotary_dim
-        cos, sin = cos.to(dtype), sin.to(dtype)
-        q, k, cos, sin = rope_forward(_rows(q, dtype), _rows(k, dtype), cos, sin, rotary_dim=rotary_dim)
-        ctx.save_for_backward(cos, sin)
-        return q, k
+    class ReLUSquared(LigerReLUSquaredFunction):
+        backward = staticmethod(once(LigerReLUSquaredFunction.backward))
 
-    @staticmethod
-    @_once
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        from liger_kernel.ops.rope import rope_backward
-
-        cos, sin = ctx.saved_tensors
-        dq, dk = rope_backward(_rows(dq, cos.dtype), _rows(dk, cos.dtype), cos, sin, rotary_dim=ctx.rotary_dim)
-        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), None, None, None
+    return ReLUSquared
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of ``(B, heads, S, D)`` whose memory is ``(B, S, heads, D)``: what the kernel rotates in place."""
-    copy = torch.empty(x.transpose(1, 2).shape, dtype=dtype, device=x.device)
-    return copy.copy_(x.transpose(1, 2)).transpose(1, 2)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """Rotate the first ``rotary_dim`` entries of each head, in halves (``[-x2, x1]``); ``q`` and ``k`` stay as they are.
-
-    Args:
-        q: ``(B, heads, S, D)``; ``k``: ``(B, kv_heads, S, D)``.
-        cos, sin: ``(1 or B, S, R)`` with ``R >= rotary_dim / 2``; only the first half is read. They get no gradient.
-
-    Returns:
-        Both rotated, in the dtype that ``q * cos`` has.
-    """
-    return _Rope.apply(q, k, cos, sin, rotary_dim)
+def relu_squared(x: Tensor) -> Tensor:
+    """``relu(x) ** 2``, elementwise; shape and dtype of ``x``."""
+    return _relu_squared_function().apply(x)
 
 
 @functools.cache
@@ -210,7 +183,7 @@ def _experts_function() -> Any:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     class Experts(LigerFusedMoEFunction):
-        backward = staticmethod(_once(LigerFusedMoEFunction.backward))
+        backward = staticmethod(once(LigerFusedMoEFunction.backward))
 
     return Experts
 

@@ -146,7 +146,7 @@ def knowledge(model: Any) -> Knowledge | None:
     # An op that is off by default is one that Liger's function warns about when it is asked for.
     notes.options = tuple(o for o in _OPS if (parameters[o].default is True if o in parameters else passes_on))
     wanted: dict[str, Any] = dict.fromkeys(notes.options, True)
-    # These would reach beyond the notes: the loss is not ours to take from Liger, the activation is replaced in place.
+    # These would reach beyond the notes: the loss is not ours to take from Liger, the activation is another module then.
     for name in ("cross_entropy", "fused_linear_cross_entropy", "relu_squared"):
         if name in parameters:
             wanted[name] = False
@@ -154,4 +154,6 @@ def knowledge(model: Any) -> Knowledge | None:
         function(**wanted, model=model)
     except Exception as error:  # layouts that Liger's function does not fit; the comparison needs no hint
         notes.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
+    if "relu_squared" in parameters:
+        notes.ops.update({m: "relu_squared" for m in model.modules() if type(m).__name__ == "ReLUSquaredActivation"})
     return notes

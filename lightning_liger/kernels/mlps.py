@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_liger.kernels.device import stands_aside
 from lightning_liger.kernels.functions import gated
-from lightning_liger.kernels.registry import Dtypes, KernelBinding, KernelPatch
+from lightning_liger.kernels.registry import Dtypes, KernelBinding, KernelPatch, signature
 from lightning_liger.kernels.report import OpReport
 from lightning_liger.kernels.standin import features, rows, stand_in, tiny_linear
 from lightning_liger.patching import Switch
@@ -27,6 +27,7 @@ _KERNELS = {
     "geglu": ("geglu_tanh_forward_kernel", "geglu_tanh_backward_kernel", "exact_geglu"),
 }
 _GATE_NAMES = ("gate_proj", "w1", "fc_1", "gate", "gate_up_proj", "wi_0", "w_gate", "gate_and_up_proj", "fc1")
+_LIMIT_NAMES = ("limit", "swiglu_limit")
 _LARGEST = 65536  # one program of Liger's kernels handles one row
 _SCALES = (0.3, 1.0, 4.0, 30.0, 100.0)
 
@@ -36,6 +37,7 @@ class GatedSpec:
     """``gate`` and ``up``: names of the layers; the same name when one layer computes both, gate first.
 
     ``flipped``: in one layer, up comes first. ``scaled``: attributes multiply the gate and the result (Falcon H1).
+    ``limit``: name of the attribute that gate (from above) and up (from both sides) are clamped to (DeepSeek V4).
     """
 
     activation: str
@@ -44,6 +46,7 @@ class GatedSpec:
     down: str
     flipped: bool = False
     scaled: bool = False
+    limit: str = ""
 
 
 def _torch_gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
@@ -79,14 +82,19 @@ class GatedMLPBinding(KernelBinding):
             gate, up = gate_layer(x), up_layer(x)
         if spec.scaled:
             gate = gate * self.module.gate_multiplier
+        if spec.limit:
+            limit = getattr(self.module, spec.limit)
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         if stands_aside(gate) or stands_aside(up) or gate.dtype != up.dtype or gate.shape != up.shape:
             # the projections gave something that the kernel does not know; torch does
             self.report.ran_original(f"{type(self.module).__name__}: gate and up are no plain tensors of one dtype")
             hidden = _torch_gated(spec.activation, gate, up)
         else:
-            self.report.calls += 1
-            # chunks are copied by the kernel's contiguous(), so nobody else reads those
-            ours = spec.gate == spec.up or (_result_is_ours(gate_layer) and _result_is_ours(up_layer))
+            self.ran()
+            # chunks are copied by the kernel's contiguous(), so nobody else reads those, nor what clamp made
+            ours = (
+                spec.gate == spec.up or bool(spec.limit) or (_result_is_ours(gate_layer) and _result_is_ours(up_layer))
+            )
             hidden = gated(spec.activation, gate, up, overwrite=ours)
         out = down(hidden)
         return out * self.module.down_multiplier if spec.scaled else out
@@ -135,13 +143,20 @@ class GatedMLPPatch(KernelPatch):
         # Which of the two patches a module belongs to is only known after the comparison.
         return any(name in module._modules for name in _GATE_NAMES)
 
+    def key(self, module: nn.Module) -> object:
+        # the projections are called whatever they are; each quantised or adapted one is an object of its own kind
+        layers = self._layers(module)
+        sizes = [(n, f, getattr(module._modules[n], "bias", None) is not None) for n, f in layers.items()]
+        return (signature(module, without=layers), *sizes)
+
     def candidates(self, module: nn.Module) -> list[GatedSpec]:
         scaled = all(isinstance(getattr(module, n, None), float) for n in ("gate_multiplier", "down_multiplier"))
+        limits = [n for n in _LIMIT_NAMES if isinstance(getattr(module, n, None), (int, float))]
         specs = []
-        for activation in _ACTIVATIONS[self.op]:
+        for limit, activation in itertools.product(limits or [""], _ACTIVATIONS[self.op]):
             for gate, up, down in self._splits(self._layers(module)):
                 for flipped in (False, True) if gate == up else (False,):
-                    specs.append(GatedSpec(activation, gate, up, down, flipped, scaled))
+                    specs.append(GatedSpec(activation, gate, up, down, flipped, scaled, limit))
         return specs
 
     def trial(self, module: nn.Module, device: torch.device) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_liger.kernels.device import autocast_dtype, stands_aside
 from lightning_liger.kernels.functions import layer_norm, rms_norm
 from lightning_liger.kernels.registry import Dtypes, KernelBinding, KernelPatch
 from lightning_liger.kernels.report import OpReport
-from lightning_liger.kernels.standin import rows, stand_in
+from lightning_liger.kernels.standin import defined_by, rows, stand_in
 from lightning_liger.patching import Switch
 
 _EPS_NAMES = ("variance_epsilon", "eps", "norm_eps", "epsilon", "layer_norm_eps", "_eps")
@@ -39,8 +40,14 @@ class LayerNormSpec:
     offset: float = 0.0
 
 
-class _NormBinding(KernelBinding):
-    def _prepare(self, x: Any, weight: Tensor | None) -> tuple[str, torch.dtype | None, torch.dtype | None]:
+def takes_gate(module: nn.Module) -> bool:
+    """Whether ``forward`` is ``(x, gate)``."""
+    parameters = list(inspect.signature(defined_by(module).forward).parameters.values())[1:]
+    return len(parameters) == 2 and parameters[1].name in ("gate", "z")
+
+
+class NormBinding(KernelBinding):
+    def prepare(self, x: Any, weight: Tensor | None) -> tuple[str, torch.dtype | None, torch.dtype | None]:
         """``(why not, dtype to compute in, dtype of the output)``."""
         if reason := stands_aside(x):
             return reason, None, None
@@ -59,36 +66,36 @@ class _NormBinding(KernelBinding):
         return "", torch.promote_types(torch.promote_types(x.dtype, weight_dtype), out), out
 
 
-class RMSNormBinding(_NormBinding):
+class RMSNormBinding(NormBinding):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return self.aside("not called with one tensor", *args, **kwargs)
         spec: RMSNormSpec = self.spec
         (x,) = args
         weight = getattr(self.module, spec.weight) if spec.weight else None
-        reason, dtype, out = self._prepare(x, weight)
+        reason, dtype, out = self.prepare(x, weight)
         if reason:
             return self.aside(reason, x)
         assert dtype is not None
-        self.report.calls += 1
+        self.ran()
         eps = torch.finfo(x.dtype).eps if spec.eps is None else spec.eps
         scale = None if weight is None else weight.to(dtype)
         return rms_norm(x.to(dtype), scale, eps, spec.offset, spec.casting_mode).to(out)
 
 
-class LayerNormBinding(_NormBinding):
+class LayerNormBinding(NormBinding):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return self.aside("not called with one tensor", *args, **kwargs)
         spec: LayerNormSpec = self.spec
         (x,) = args
         weight = getattr(self.module, spec.weight)
-        reason, dtype, out = self._prepare(x, weight)
+        reason, dtype, out = self.prepare(x, weight)
         if reason:
             return self.aside(reason, x)
         assert dtype is not None
         bias = getattr(self.module, spec.bias) if spec.bias else torch.zeros_like(weight, requires_grad=False)
-        self.report.calls += 1
+        self.ran()
         scale = weight + spec.offset if spec.offset else weight
         return layer_norm(x.to(dtype), scale.to(dtype), bias.to(dtype), spec.eps).to(out)
 
@@ -128,10 +135,12 @@ class RMSNormPatch(_NormPatch):
 
     op = "rms_norm"
     title = "RMSNorm"
-    kernels = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel")
+    kernels: tuple[str, ...] = ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel")
 
     def match(self, module: nn.Module) -> bool:
         if not self._is_leaf(module) or len(self._vectors(module)) > 1 or isinstance(module, nn.LayerNorm):
+            return False
+        if takes_gate(module):
             return False
         if type(module).__module__.startswith("torch.nn."):
             return isinstance(module, nn.RMSNorm) and len(module.normalized_shape) == 1
@@ -139,7 +148,10 @@ class RMSNormPatch(_NormPatch):
             return self.is_named(module) and any(isinstance(getattr(module, n, None), float) for n in _EPS_NAMES)
         return True
 
-    def candidates(self, module: nn.Module) -> list[RMSNormSpec]:
+    def candidates(self, module: nn.Module) -> list[Any]:
+        return list(self._specs(module))
+
+    def _specs(self, module: nn.Module) -> list[RMSNormSpec]:
         weight = next(iter(self._vectors(module)), None)
         eps: list[float | None] = list(_eps_values(module))
         if isinstance(module, nn.RMSNorm) and module.eps is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,14 +35,26 @@ def gated(activation: str, gate: Tensor, up: Tensor, *, overwrite: bool) -> Tens
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """See :func:`lightning_liger.kernels.functions.rope`."""
+def relu_squared(x: Tensor) -> Tensor:
+    """See :func:`lightning_liger.kernels.functions.relu_squared`."""
+    return F.relu(x).square()
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, pairs: str = "halves", wide: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_liger.kernels.rotation.rope`."""
     half = rotary_dim // 2
     c, s = cos[:, None, :, :half], sin[:, None, :, :half]
+    if wide or pairs == "neighbours":
+        q, k, c, s = q.float(), k.float(), c.float(), s.float()
 
     def turn(x: Tensor) -> Tensor:
-        a, b = x[..., :half], x[..., half:rotary_dim]
-        return torch.cat((a * c - b * s, b * c + a * s, x[..., rotary_dim:].to((a * c).dtype)), -1)
+        x, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        a, b = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., 0::2], x[..., 1::2])
+        turned = (a * c - b * s, b * c + a * s)
+        both = torch.stack(turned, -1).flatten(-2) if pairs == "neighbours" else torch.cat(turned, -1)
+        return torch.cat((both, rest.to(both.dtype)), -1)
 
     return turn(q), turn(k)
 
@@ -60,11 +73,13 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Te
 @contextmanager
 def instead_of_triton() -> Iterator[None]:
     """Compare and bind these in place of the kernels, on the CPU, until the block ends. For one thread only."""
-    from lightning_liger.kernels import apply, device, mlps, norms, rotary
+    from lightning_liger.kernels import activations, apply, device, gated_norms, mlps, norms, rotary_function
     from lightning_liger.kernels import experts as experts_module
 
-    swaps = [(norms, "rms_norm", rms_norm), (norms, "layer_norm", layer_norm), (mlps, "gated", gated)]
-    swaps += [(rotary, "rope", rope), (experts_module, "experts", experts), (apply, "why_not", lambda: "")]
+    swaps: list[tuple[Any, str, Any]] = [(m, "rms_norm", rms_norm) for m in (norms, gated_norms)]
+    swaps += [(m, "gated", gated) for m in (mlps, gated_norms)]
+    swaps += [(norms, "layer_norm", layer_norm), (activations, "relu_squared", relu_squared)]
+    swaps += [(rotary_function, "rope", rope), (experts_module, "experts", experts), (apply, "why_not", lambda: "")]
     swaps += [(m, "interpreted", lambda: True) for m in (device, experts_module)]
     with ExitStack() as stack:
         for module, name, value in swaps:

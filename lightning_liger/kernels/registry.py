@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,13 +30,26 @@ class KernelBinding(Rebound):
         spec: the candidate of the patch that was found equal.
         report: counts calls.
         dtypes: dtype of the original's output by (dtype of the input, of the weight, of autocast or None).
+
+    Attributes:
+        by_row: what comes out for one token depends on this token alone, not on its place.
     """
+
+    by_row = True
 
     def __init__(self, module: nn.Module, switch: Switch, spec: Any, report: OpReport, dtypes: Dtypes) -> None:
         super().__init__(module, switch)
         self.spec = spec
         self.report = report
         self.dtypes = dtypes
+        self.has_run = False
+
+    def ran(self) -> None:
+        """Count one call of the kernel."""
+        self.report.calls += 1
+        if not self.has_run:
+            self.has_run = True
+            self.report.called += 1
 
     def aside(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Run the original code, and count why."""
@@ -129,8 +142,12 @@ def _floats(x: object) -> bool:
 _IGNORED = {"training", "layer_idx", "layer_id", "_is_hf_initialized", "call_super_init", "dump_patches"}
 
 
-def signature(module: nn.Module) -> object:
-    """Class, plain attributes, and the shape of parameters and children; what a module computes follows from these."""
+def signature(module: nn.Module, without: Collection[str] = ()) -> object:
+    """Class, plain attributes, and the shape of parameters and children; what a module computes follows from these.
+
+    Args:
+        without: names of children that do not matter.
+    """
     parts: list[object] = [type(module)]
     for name, value in sorted(vars(module).items()):
         if name in _IGNORED or name.endswith("_hooks") or name in ("_parameters", "_buffers", "_modules", "forward"):
@@ -143,7 +160,7 @@ def signature(module: nn.Module) -> object:
             parts.append((name, id(value)))
     parts += [(name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()]
     for name, child in module._modules.items():
-        if child is not None:
+        if child is not None and name not in without:
             parts.append((name, signature(child)))
     return tuple(parts)
 
@@ -178,15 +195,17 @@ def unregister_kernel(patch: KernelPatch) -> None:
 def registered() -> list[KernelPatch]:
     """All patches, in the order in which they are asked."""
     if not _REGISTRY:
+        from lightning_liger.kernels.activations import ReLUSquaredPatch
         from lightning_liger.kernels.experts import ExpertsPatch
+        from lightning_liger.kernels.gated_norms import GatedRMSNormPatch
         from lightning_liger.kernels.mlps import GatedMLPPatch
         from lightning_liger.kernels.norms import LayerNormPatch, RMSNormPatch
         from lightning_liger.kernels.rotary import RopePatch
+        from lightning_liger.kernels.rotary_modules import RotaryModulePatch
 
-        _REGISTRY.extend(
-            (RMSNormPatch(), LayerNormPatch(), GatedMLPPatch("swiglu"), GatedMLPPatch("geglu"), ExpertsPatch())
-        )
-        _REGISTRY.append(RopePatch())
+        _REGISTRY.extend((RMSNormPatch(), GatedRMSNormPatch(), LayerNormPatch()))
+        _REGISTRY.extend((GatedMLPPatch("swiglu"), GatedMLPPatch("geglu"), ExpertsPatch()))
+        _REGISTRY.extend((RopePatch(), RotaryModulePatch(), ReLUSquaredPatch()))
     return list(_REGISTRY)
 
 

@@ -15,6 +15,7 @@ class OpReport:
         found: modules that look like this op.
         applied: modules that run the kernel.
         sources: how many of them Liger knows by architecture (``"liger"``) and how many by structure alone.
+        called: modules whose kernel ran at least once.
         calls: forward calls that ran the kernel.
         original_calls: forward calls that ran the module's own code instead, by reason.
         kernels: names, or parts of names, of the GPU kernels that a profiler sees when the op ran.
@@ -25,6 +26,7 @@ class OpReport:
     found: int = 0
     applied: int = 0
     sources: dict[str, int] = field(default_factory=dict)
+    called: int = 0
     calls: int = 0
     original_calls: dict[str, int] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()
@@ -39,11 +41,19 @@ class OpReport:
     def ran_original(self, reason: str) -> None:
         self.original_calls[reason] = self.original_calls.get(reason, 0) + 1
 
+    def activity(self) -> str:
+        """``"62 calls"``, and how many modules had none; a patch of somebody else's may count calls alone."""
+        if not self.calls:
+            return "not called yet"
+        idle = max(0, self.applied - self.called) if self.called else 0  # copies are counted with the original
+        return f"{self.calls:,} calls" + (f"; {idle} not called" if idle else "")
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "applied": self.applied,
             "found": self.found,
             "sources": dict(self.sources),
+            "called": self.called,
             "calls": self.calls,
             "original_calls": dict(self.original_calls),
             "kernels": list(self.kernels),
@@ -86,7 +96,7 @@ class KernelReport:
             if op.found:
                 known = ", ".join(f"{n} {source}" for source, n in sorted(op.sources.items()))
                 where = f"{op.applied}/{op.found}" + (f" ({known})" if known else "")
-                rows.append((op.title, where, f"{op.calls:,} calls" if op.calls else "not called yet"))
+                rows.append((op.title, where, op.activity()))
         return rows
 
     def reasons(self) -> list[str]:

@@ -43,7 +43,9 @@ def stand_in(
 
 def tiny_linear(like: nn.Module, n_in: int, n_out: int, device: torch.device) -> nn.Linear:
     """A random linear layer, with a bias where ``like`` has one."""
-    return nn.Linear(n_in, n_out, bias=getattr(like, "bias", None) is not None, device=device, dtype=torch.float32)
+    # made on the CPU: the numbers must not come from a generator of the device
+    made = nn.Linear(n_in, n_out, bias=getattr(like, "bias", None) is not None, dtype=torch.float32, device="cpu")
+    return made.to(device)
 
 
 def rows(scales: tuple[float, ...], width: int, device: torch.device) -> Tensor:

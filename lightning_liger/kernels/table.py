@@ -7,6 +7,7 @@ with the kernels' formulas in PyTorch (:mod:`lightning_liger.kernels.reference`)
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import warnings
@@ -27,7 +28,7 @@ _KINDS = ("ForCausalLM", "ForImageTextToText", "")
 _BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
-# What a default configuration leaves out and its model needs.
+# what a default configuration leaves out and its model needs.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
@@ -37,30 +38,53 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 _CLASSES = {"mllama_text_model": "MllamaForCausalLM"}
 
 
+class Maker:
+    """Builds models of one type.
+
+    Attributes:
+        config: the default configuration.
+    """
+
+    def __init__(self, model_type: str) -> None:
+        import transformers
+
+        self.config = transformers.AutoConfig.for_model(model_type, **_ARGUMENTS.get(model_type, {}))
+        self._makers: list[Any] = [getattr(transformers, f"AutoModel{kind}").from_config for kind in _KINDS]
+        if model_type in _CLASSES:
+            self._makers = [getattr(transformers, _CLASSES[model_type])]
+
+    def build(self, config: Any) -> Any:
+        """A model of this configuration, with its language-model head where it has one.
+
+        Raises:
+            RuntimeError: transformers cannot build it; naming the last error.
+        """
+        last: Exception | None = None
+        for make in self._makers:
+            try:
+                return make(config)
+            except Exception as error:  # another kind of model, or a configuration that does not fit itself
+                last = error
+        raise RuntimeError(f"{type(last).__name__}: {str(last).splitlines()[0]}"[:160])
+
+
+maker = functools.cache(Maker)
+
+
 def build(model_type: str) -> Any:
-    """A model of this type on the meta device, with its language-model head where it has one.
+    """A model of this type in its default size, on the meta device.
 
     Raises:
         RuntimeError: transformers cannot build it; naming the last error.
     """
-    import transformers
-
     from lightning_liger.padding.tiny import tiny_config
 
-    config = transformers.AutoConfig.for_model(model_type, **_ARGUMENTS.get(model_type, {}))
-    last: Exception | None = None
-    for shrink in (False, True):
-        made = tiny_config(config) if shrink else config
-        makers = [getattr(transformers, f"AutoModel{kind}").from_config for kind in _KINDS]
-        if model_type in _CLASSES:
-            makers = [getattr(transformers, _CLASSES[model_type])]
-        for make in makers:
-            try:
-                with torch.device("meta"):
-                    return make(made)
-            except Exception as error:  # another kind of model, or a default configuration that does not fit itself
-                last = error
-    raise RuntimeError(f"{type(last).__name__}: {str(last).splitlines()[0]}"[:160])
+    made = maker(model_type)
+    with torch.device("meta"):
+        try:
+            return made.build(made.config)
+        except RuntimeError:  # a default configuration that does not fit itself
+            return made.build(tiny_config(made.config))
 
 
 def look_at(model_type: str) -> tuple[KernelReport, liger.Knowledge | None]:

@@ -1,13 +1,22 @@
-"""Kernels at real widths on a CUDA device, seen by the profiler."""
+"""Kernels at real widths on a CUDA device, seen by the profiler.
+
+litgpt's pins contradict transformers 5; its models run without its dependencies: ``pip install --no-deps litgpt``.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+
+# before Triton's first import: tuning some 200 variants of the expert kernels takes minutes and proves nothing here
+os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from rotary_cases import CASES, NeighboursRotary, assert_alike, calling, rotary_case
 from torch import Tensor
 
 from lightning_liger import LigerCallback, Settings, accelerate
@@ -172,6 +181,65 @@ def test_litgpt(name: str) -> None:
     assert any("_triton_rope" in kernel for kernel in seen)
     norm = "_layer_norm_forward_kernel" if name.startswith("pythia") else "_rms_norm_forward_kernel"
     assert any(norm in kernel for kernel in seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rotary_functions_of_transformers(name: str) -> None:
+    function, args, kwargs = rotary_case(name)
+    args = tuple(a.cuda() for a in args)
+    layer = calling(function)
+    handle = only_kernels(nn.ModuleList([layer]))
+    seen = kernels_of(lambda: assert_alike(layer, function, args, **kwargs))
+    op = handle.report.kernels.ops["rope"]
+    assert (op.applied, op.called, op.calls, op.original_calls) == (1, 1, 2, {})
+    assert any(part in kernel for kernel in seen for part in op.kernels)
+
+
+def test_a_rotary_module_like_torchtunes() -> None:
+    module, plain = (NeighboursRotary(dim=128, length=512).cuda() for _ in range(2))
+    handle = only_kernels(nn.ModuleList([module]))
+    x = torch.randn(2, 256, 32, 128, device="cuda")
+    positions = torch.randint(0, 512, (2, 256), device="cuda")
+    seen = kernels_of(
+        lambda: torch.testing.assert_close(
+            module(x, input_pos=positions), plain(x, input_pos=positions), rtol=1e-5, atol=1e-5
+        )
+    )
+    assert handle.report.kernels.ops["rope"].calls == 1
+    assert any("_llama4_rope_kernel" in kernel for kernel in seen)
+
+
+# gates on norms, clamped gates, experts, rotations of neighbours, of parts and of complex numbers, squared ReLU
+OTHERS = ("glm4", "deepseek_v2", "deepseek_v3", "deepseek_v4", "llama4_text", "qwen3_next", "qwen3_moe", "nemotron")
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_architectures_tiny_in_fp32(model_type: str) -> None:
+    from test_every_type import build as tiny
+    from test_every_type import step as one_step
+
+    try:
+        model = tiny(model_type).cuda()
+        plain, expected = one_step(model)
+    except Exception as error:  # another version's configuration or another version's needs
+        pytest.skip(f"{model_type} does not run plain here: {type(error).__name__}: {error}"[:200])
+    handle = only_kernels(model)
+    ours, grads = one_step(model)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert apart(grads, expected) < 1e-5
+    for name, op in handle.report.kernels.ops.items():
+        aside = [r for r in op.original_calls if "TF32" not in r]
+        assert not aside, (name, aside)
+        assert op.called or op.original_calls or not op.applied, (name, op)
+
+
+def test_applying_moves_no_random_numbers() -> None:
+    model = build("llama", torch.bfloat16)
+    before = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    handle = only_kernels(model)
+    assert handle.report.kernels.applied
+    after = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def test_two_models_of_one_class() -> None:

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope")
+OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "rope", "relu_squared")
 # among them those whose classes Liger changes even when it is given an instance
 SOME = ("llama", "gemma3", "llama4", "internvl", "paligemma", "qwen2_vl", "nemotron", "mixtral", "deepseek_v4", "glm4")
 
@@ -78,7 +78,14 @@ def test_knowledge_of_llama() -> None:
     assert known is not None
     by_op = {op: sum(o == op for o in known.ops.values()) for op in OPS}
     layers = model.config.num_hidden_layers
-    assert by_op == {"rms_norm": 2 * layers + 1, "swiglu": layers, "layer_norm": 0, "geglu": 0, "rope": 0}
+    assert by_op == {
+        "rms_norm": 2 * layers + 1,
+        "swiglu": layers,
+        "layer_norm": 0,
+        "geglu": 0,
+        "rope": 0,
+        "relu_squared": 0,
+    }
     assert known.rotary == {"modeling_llama.apply_rotary_pos_emb"}
     assert set(known.options) == {"rms_norm", "swiglu", "rope"}
     model.config.model_type = "something_else"
@@ -128,7 +135,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
     try:
         assert main(["granite"]) == 0
-        assert "| granite | 65 liger | – | 32 liger | – | 32 liger |" in capsys.readouterr().out
+        assert "| granite | 65 liger | – | 32 liger | – | 32 liger | – |" in capsys.readouterr().out
         page = tmp_path / "page.md"
         page.write_text("# Title\n<!-- table: begin -->\nold\n<!-- table: end -->\nrest\n")
         assert main(["granite", "--write", str(page)]) == 0

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_liger.kernels import functions as K
+from lightning_liger.kernels.rotation import rope
 
 
 def _rms(x: Tensor, w: Tensor) -> Tensor:
@@ -25,6 +26,14 @@ def _angles() -> tuple[Tensor, Tensor]:
     f = torch.randn(2, 5, 4)
     f = torch.cat((f, f), -1)
     return f.cos(), f.sin()
+
+
+def _apart(x: Tensor) -> Tensor:
+    return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+
+
+def _turn_neighbours(x: Tensor) -> Tensor:
+    return _turn(_apart(x), COS, SIN).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 COS, SIN = _angles()
@@ -44,8 +53,19 @@ CASES: dict[str, tuple[Callable[..., object], Callable[..., object], tuple[tuple
         lambda g, u: F.gelu(g, approximate="tanh") * u,
         ((3, 8), (3, 8)),
     ),
+    "neighbours": (
+        lambda q, k: rope(q, k, COS, SIN, 8, "neighbours"),
+        lambda q, k: (_turn_neighbours(q), _turn_neighbours(k)),
+        ROPE_SHAPES,
+    ),
+    "gathered": (
+        lambda q, k: rope(q, k, COS, SIN, 8, "gathered"),
+        lambda q, k: (_turn(_apart(q), COS, SIN), _turn(_apart(k), COS, SIN)),
+        ROPE_SHAPES,
+    ),
+    "relu_squared": (K.relu_squared, lambda x: F.relu(x).square(), ((3, 5, 8),)),
     "rope": (
-        lambda q, k: K.rope(q, k, COS, SIN, 8),
+        lambda q, k: rope(q, k, COS, SIN, 8),
         lambda q, k: (_turn(q, COS, SIN), _turn(k, COS, SIN)),
         ROPE_SHAPES,
     ),
@@ -112,12 +132,12 @@ def test_a_second_derivative_raises(name: str) -> None:
 
 def test_rope_returns_what_the_product_with_cos_would_have() -> None:
     q, k = (t.bfloat16() for t in _inputs(ROPE_SHAPES))
-    assert [t.dtype for t in K.rope(q, k, COS, SIN, 8)] == [torch.float32] * 2
-    assert [t.dtype for t in K.rope(q, k, COS.bfloat16(), SIN.bfloat16(), 8)] == [torch.bfloat16] * 2
+    assert [t.dtype for t in rope(q, k, COS, SIN, 8)] == [torch.float32] * 2
+    assert [t.dtype for t in rope(q, k, COS.bfloat16(), SIN.bfloat16(), 8)] == [torch.bfloat16] * 2
 
 
 def test_only_the_first_entries_are_rotated() -> None:
     q, k = _inputs(((2, 4, 5, 12), (2, 2, 5, 12)))
-    q2, k2 = K.rope(q, k, COS, SIN, 8)
+    q2, k2 = rope(q, k, COS, SIN, 8)
     assert torch.equal(q2[..., 8:], q[..., 8:]) and torch.equal(k2[..., 8:], k[..., 8:])
     torch.testing.assert_close(q2[..., :8], _turn(q[..., :8], COS, SIN))

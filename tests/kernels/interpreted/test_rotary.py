@@ -37,7 +37,8 @@ def apply_rotary_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def apply_rotary_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos[:, None], sin[:, None]
+    """Neighbours are a pair, with one angle each."""
+    cos, sin = (t.repeat_interleave(2, -1)[:, None] for t in (cos, sin))
     turn = lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)  # noqa: E731
     return q * cos + turn(q) * sin, k * cos + turn(k) * sin
 
@@ -50,6 +51,11 @@ def decorated(function: Any) -> Any:
 
     wrapper.calls = 0
     return wrapper
+
+
+def apply_rotary_stretched(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = rotary_pair(q, k, cos, sin)
+    return 1.1 * q, 1.1 * k
 
 
 class Layer(nn.Module):
@@ -101,12 +107,6 @@ class HalfLayer(Layer):
         return q.sum(1) + k.sum(1)
 
 
-class InterleavedLayer(Layer):
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k = apply_rotary_interleaved(*self.states(x), cos, sin)
-        return q.sum(1) + k.sum(1)
-
-
 def run(layer: nn.Module, half: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16, dtype=dtype, requires_grad=True)
@@ -150,13 +150,57 @@ def test_decorators_still_run() -> None:
     assert DecoratedLayer.forward.calls == before + 1
 
 
+class StretchedLayer(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = apply_rotary_stretched(*self.states(x), cos, sin)
+        return q.sum(1) + k.sum(1)
+
+
+class ChoosingLayer(Layer):
+    """The configuration decides which function is called, as in DeepSeek V3."""
+
+    interleaved = True
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.interleaved:
+            q, k = apply_rotary_interleaved(*self.states(x), cos, sin)
+        else:
+            q, k = rotary_pair(*self.states(x), cos, sin)
+        return q.sum(1) + k.sum(1)
+
+
+class HalfKnownLayer(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turn = apply_rotary_stretched if self.training else rotary_pair
+        q, k = turn(*self.states(x), cos, sin)
+        return q.sum(1) + k.sum(1)
+
+
 def test_another_rotation_is_refused() -> None:
-    handle = only_kernels(nn.ModuleList([InterleavedLayer()]))
-    op = handle.report.kernels.ops["rope"]
-    assert (op.applied, op.found) == (0, 1)
-    assert op.refused == {
-        "InterleavedLayer: apply_rotary_interleaved does not turn the halves of (B, heads, S, D) tensors": 1
-    }
+    for kind in (StretchedLayer, HalfKnownLayer):
+        op = only_kernels(nn.ModuleList([kind()])).report.kernels.ops["rope"]
+        assert (op.applied, op.found) == (0, 1)
+        reason = f"{kind.__name__}: apply_rotary_stretched does not turn pairs of entries by one angle per position"
+        assert op.refused == {reason: 1}
+
+
+def test_of_several_functions_the_one_that_is_called_is_replaced() -> None:
+    for interleaved in (False, True):
+        layer = ChoosingLayer()
+        layer.interleaved = interleaved
+        twin = ChoosingLayer()
+        twin.load_state_dict(layer.state_dict())
+        twin.interleaved = interleaved
+        op = only_kernels(nn.ModuleList([layer])).report.kernels.ops["rope"]
+        for a, b in zip(run(layer, interleaved), run(twin, interleaved), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert (op.applied, op.called, op.calls, op.original_calls) == (1, 1, 1, {})
+
+
+def test_a_layer_without_positions_is_none() -> None:
+    layer = PairLayer()
+    layer.use_rope = 0
+    assert not only_kernels(nn.ModuleList([layer])).report.kernels.ops
 
 
 def test_angles_that_are_not_repeated_in_halves_are_refused() -> None:
@@ -184,14 +228,15 @@ def test_shapes_that_were_not_compared_run_the_original() -> None:
     rope = replacement._forward.__globals__["rotary_pair"]
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     angles = torch.randn(2, 5, 8)
-    swapped = rope(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin(), unsqueeze_dim=2)
-    expected = rotary_pair(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin(), unsqueeze_dim=2)
+    other = torch.randn(4, 2, 5, 8)
+    swapped = rope(other, other, angles.cos(), angles.sin(), unsqueeze_dim=0)
+    expected = rotary_pair(other, other, angles.cos(), angles.sin(), unsqueeze_dim=0)
     assert all(torch.equal(a, b) for a, b in zip(swapped, expected, strict=True))
     trained = angles.cos().requires_grad_()
     assert rope(q, k, trained, angles.sin())[0].requires_grad
     assert handle.report.kernels.ops["rope"].original_calls == {
-        "called with further arguments": 1,
-        "cos and sin are trained, or of two dtypes": 1,
+        "PairLayer: called with unsqueeze_dim=0": 1,
+        "PairLayer: cos and sin are trained, or of two dtypes": 1,
     }
 
 
@@ -217,7 +262,7 @@ def test_the_key_value_cache_still_works() -> None:
 def test_with_globals_changes_no_function() -> None:
     original = DecoratedLayer.forward
     inner = original.__wrapped__
-    copied = with_globals(original, "rotary_pair", "other")
+    copied = with_globals(original, {"rotary_pair": "other"})
     assert isinstance(copied, types.FunctionType) and copied is not original
     assert inner.__globals__["rotary_pair"] is rotary_pair
     assert original.__wrapped__ is inner
@@ -226,4 +271,4 @@ def test_with_globals_changes_no_function() -> None:
         def __call__(self) -> None: ...
 
     with pytest.raises(ValueError, match="not a plain function"):
-        with_globals(Callable_(), "rotary_pair", None)
+        with_globals(Callable_(), {})

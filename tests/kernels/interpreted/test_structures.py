@@ -112,6 +112,58 @@ class Dropped(Gated):
         return self.dropout(super().forward(x))
 
 
+class ClampedBoth(Gated):
+    """As in DeepSeek V4."""
+
+    def __init__(self, limit: float = 0.5) -> None:
+        super().__init__(F.silu)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(min=-self.limit, max=self.limit)
+        return self.down_proj(self.act(gate) * up)
+
+
+class GatedNorm(nn.Module):
+    """As in Qwen 3 Next (the norm first) and in Mamba 2 (the gate first)."""
+
+    def __init__(self, gate_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.variance_epsilon, self.gate_first = 1e-6, gate_first
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = hidden_states.float()
+        if self.gate_first and gate is not None:
+            y = y * F.silu(gate.float())
+        y = self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden_states.dtype)
+        if not self.gate_first and gate is not None:
+            y = y * F.silu(gate.float())
+        return y.to(hidden_states.dtype)
+
+
+class NanoMLP(nn.Module):
+    """As in nanoGPT: no gate, and so no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+
+
+class NanoBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2, self.mlp = NanoLayerNorm(False), NanoLayerNorm(False), NanoMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ln_2(x + self.mlp(self.ln_1(x)))
+
+
 def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -212,6 +264,74 @@ def test_fused_gate_and_up(act: Any, up_first: bool) -> None:
     check(Fused(act, up_first), "swiglu" if act is F.silu else "geglu")
 
 
+def test_a_clamped_mlp() -> None:
+    check(ClampedBoth(), "swiglu")
+
+
+@pytest.mark.parametrize("gate_first", (False, True))
+def test_a_norm_with_a_gate(gate_first: bool) -> None:
+    torch.manual_seed(0)
+    module = GatedNorm(gate_first)
+    plain = copy.deepcopy(module)
+    handle = only_kernels(nn.ModuleList([module]))
+    results = []
+    for m in (module, plain):
+        generator = torch.Generator().manual_seed(1)
+        x, gate = (torch.randn(2, 3, WIDTH, generator=generator).requires_grad_() for _ in range(2))
+        out = m(x, gate)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, gate, m.weight])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(module(x), plain(x))
+    op = handle.report.kernels.ops["rms_norm"]
+    assert (op.applied, op.calls) == (1, 1)
+    assert op.original_calls == {"GatedNorm: not called with two tensors": 1}
+
+
+def test_squared_relu() -> None:
+    from transformers.activations import ReLUSquaredActivation
+
+    check(ReLUSquaredActivation(), "relu_squared")
+
+
+def test_a_block_of_nanogpt() -> None:
+    torch.manual_seed(0)
+    block = NanoBlock()
+    plain = copy.deepcopy(block)
+    report = only_kernels(block).report.kernels
+    x = torch.randn(2, 3, WIDTH)
+    torch.testing.assert_close(block(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert {k: (o.applied, o.found) for k, o in report.ops.items()} == {"layer_norm": (2, 2)}
+
+
+class Experts(nn.Module):
+    def __init__(self, e: int = 2, h: int = WIDTH, i: int = 24, bias: bool = False, turned: bool = False) -> None:
+        super().__init__()
+        shapes = ((e, h, 2 * i), (e, i, h)) if turned else ((e, 2 * i, h), (e, h, i))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(s)) for s in shapes)
+        if bias:
+            self.down_proj_bias = nn.Parameter(torch.zeros(e, h))
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        raise AssertionError("never asked")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    (
+        ({"bias": True}, "the expert kernel has no place for down_proj_bias"),
+        ({"turned": True}, "its weights are not stored as the expert kernel reads them, (E, 2 I, H) and (E, H, I)"),
+        ({}, "it clamps its gate at limit=7.0, which the expert kernel does not"),
+    ),
+)
+def test_experts_that_no_kernel_fits_say_why(options: dict[str, bool], reason: str) -> None:
+    experts = Experts(**options)
+    if not options:
+        experts.limit = 7.0
+    op = only_kernels(nn.ModuleList([experts])).report.kernels.ops["swiglu"]
+    assert (op.applied, op.refused) == (0, {f"Experts: {reason}": 1})
+
+
 @pytest.mark.parametrize("make", (lambda: Gated(F.relu), lambda: Clamped(F.silu), LearnedBeta, Dropped))
 def test_what_only_looks_like_a_gated_mlp_is_left_alone(make: Any) -> None:
     module = make().eval()
@@ -236,14 +356,28 @@ def test_one_comparison_for_modules_that_are_alike(monkeypatch: pytest.MonkeyPat
     assert calls == ["rms_norm"] * 2
 
 
-def test_the_comparison_moves_no_random_numbers() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    only_kernels(nn.ModuleList([RMS(), Gated(F.silu)]))
-    # the modules themselves drew from the stream
-    torch.manual_seed(5)
-    module = nn.ModuleList([RMS()])
-    torch.manual_seed(5)
-    only_kernels(module)
-    assert torch.equal(torch.rand(3), expected)
+def test_the_comparison_moves_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those of any accelerator: ``torch.manual_seed`` would reseed them all, also such as were never touched."""
+
+    def touched(*args: Any) -> None:
+        raise AssertionError("a generator of an accelerator was seeded")
+
+    module = nn.ModuleList([RMS(), Gated(F.silu), nn.LayerNorm(WIDTH)])
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", touched)
+    monkeypatch.setattr(torch.cuda, "manual_seed", touched)
+    before = torch.get_rng_state()
+    assert only_kernels(module).report.kernels.applied == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_comparison_depends_on_nothing_around_it() -> None:
+    """Default dtype and device, inference mode, autocast: as Trainers and ``configure_model`` leave them."""
+    module = nn.ModuleList([RMS(), Gated(F.silu), nn.LayerNorm(WIDTH)])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert only_kernels(module).report.kernels.applied == 3
+            assert torch.empty(1).is_meta and torch.is_inference_mode_enabled()
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
