@@ -7,7 +7,6 @@ with the kernels' formulas in PyTorch (:mod:`lightning_liger.kernels.reference`)
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import sys
 import warnings
@@ -68,9 +67,6 @@ class Maker:
         raise RuntimeError(f"{type(last).__name__}: {str(last).splitlines()[0]}"[:160])
 
 
-maker = functools.cache(Maker)
-
-
 def build(model_type: str) -> Any:
     """A model of this type in its default size, on the meta device.
 
@@ -79,7 +75,7 @@ def build(model_type: str) -> Any:
     """
     from lightning_liger.padding.tiny import tiny_config
 
-    made = maker(model_type)
+    made = Maker(model_type)
     with torch.device("meta"):
         try:
             return made.build(made.config)

@@ -15,7 +15,7 @@ from lightning_liger.kernels import liger
 from lightning_liger.kernels.apply import Kernels
 from lightning_liger.kernels.reference import instead_of_triton
 from lightning_liger.kernels.report import KernelReport
-from lightning_liger.kernels.table import maker
+from lightning_liger.kernels.table import Maker
 from lightning_liger.padding.tiny import tiny_config
 from lightning_liger.patching import Switch
 
@@ -51,9 +51,9 @@ def complete(config: Any) -> Any:
 
 
 def build(model_type: str) -> Any:
-    config = complete(tiny_config(maker(model_type).config))
+    maker = Maker(model_type)
     torch.manual_seed(0)
-    model = maker(model_type).build(config).float().train()
+    model = maker.build(complete(tiny_config(maker.config))).float().train()
     for name, p in model.named_parameters():
         # a weight of exactly 1 or 0 hides much
         p.data += (0.1 if "norm" in name else 0.02) * torch.randn_like(p)
