@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 _POLL = 1.0  # seconds
+_PATIENCE = 10.0  # seconds for a rank that fails by itself at about the same time, or whose connections broke
 _GRACE = 30.0  # seconds for an aborted collective to raise
 
 
@@ -55,7 +56,7 @@ class FailureWatch:
             self.publish(exception)
         elif not self._found:
             self._look(wait=3 * _POLL)
-        if self._found and not self._found.startswith(f"rank {self._rank} "):
+        if broken and self._found and not self._found.startswith(f"rank {self._rank} "):
             exception.args = (f"{self._found}\nRank {self._rank} stopped because of it, in: {exception}",)
 
     def stop(self) -> None:
@@ -82,6 +83,8 @@ class FailureWatch:
         return True
 
     def _leave(self) -> None:
+        if self._stopped.wait(_PATIENCE):
+            return
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
         if not self._stopped.wait(_GRACE):

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def sharded_parts(module: nn.Module) -> Iterator[FSDPModule]:
@@ -109,6 +110,40 @@ def _groups(part: FSDPModule) -> list[Any]:
         return list(several)
     only = state._fsdp_param_group  # torch < 2.12
     return [] if only is None else [only]
+
+
+def forget_iteration(root: FSDPModule) -> None:
+    """Let every group hold its shards and expect a first forward, whatever an exception has left it in the middle of."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for part in sharded_parts(root):  # type: ignore[arg-type]
+        for parameter in parameters_of(part):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:  # torch < 2.13
+        _forget_iteration(root)
+    for part in sharded_parts(root):  # type: ignore[arg-type]
+        part.reshard()
+
+
+def _forget_iteration(root: FSDPModule) -> None:
+    top = _state(root)
+    top._comm_ctx.post_forward_order.clear()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        setattr(top._comm_ctx, name, None)
+    for part in sharded_parts(root):  # type: ignore[arg-type]
+        _state(part)._training_state = TrainingState.IDLE
+        for group in _groups(part):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            for name in ("_all_gather_result", "_post_reduce_event", "_reshard_after_forward_event"):
+                setattr(group, name, None)
+            group._partial_reduce_output = group._all_reduce_state = None
+    top._state_ctx.iter_forward_root = None
+    top._state_ctx.post_backward_final_callback_queued = False
 
 
 def reduce_unused(part: Any) -> None:

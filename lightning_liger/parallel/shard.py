@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_liger.parallel.blocks import chooses_submodules
 from lightning_liger.parallel.entry import Entry, watch_entries
-from lightning_liger.parallel.groups import dissolve, parameters_of, reduce_unused, sharded_parts
+from lightning_liger.parallel.groups import dissolve, forget_iteration, parameters_of, reduce_unused, sharded_parts
 
 _RECORD = "_liger_sharding"  # on the module itself: it goes when the module goes
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -136,7 +136,8 @@ def already_sharded(module: nn.Module, root_policy: MixedPrecisionPolicy, offloa
             "An earlier Trainer sharded this module with another precision= or offload=. Use the same options, or call "
             "restore_module() of that Trainer's strategy on every rank first."
         )
-    reshard(module)
+    assert isinstance(module, FSDPModule)
+    forget_iteration(module)
     return known
 
 

@@ -344,6 +344,34 @@ def changes_that_come_too_late() -> None:
 
 
 @case
+def training_again_after_an_exception() -> None:
+    """In the middle of a forward, and in the middle of a backward; on every rank, as one that is caught would be."""
+
+    class Broken(modules.InInit):
+        where = ""
+
+        def __init__(self) -> None:
+            super().__init__("llama")
+            self.model.model.layers[1].mlp.register_forward_hook(self.fail)
+
+        def fail(self, layer: Any, args: Any, output: Tensor) -> None:
+            if self.where == "forward":
+                raise KeyError("in the middle of a forward")
+            if self.where == "backward":
+                output.register_hook(lambda gradient: 1 / 0)
+
+    one = train(modules.InInit("llama"), 1, "auto", [])
+    module = Broken()
+    for where, kind in (("forward", KeyError), ("backward", ZeroDivisionError)):
+        module.where = where
+        raised(kind, lambda: train(module, WORLD, LigerFSDPStrategy(bf16=False), []))
+    module.where = ""
+    two = train(module, WORLD, LigerFSDPStrategy(bf16=False), [])
+    assert distance(two.parameters, one.parameters) < 1e-5
+    say("training_again_after_an_exception")
+
+
+@case
 def everything_is_given_back() -> None:
     module = modules.OnTheModule()
     plain = {n: type(m) for n, m in module.named_modules()}

@@ -22,7 +22,7 @@ class Failing(modules.InInit):
 
 
 def main() -> None:
-    failures._GRACE = 2.0
+    failures._PATIENCE = failures._GRACE = 2.0
     trainer = L.Trainer(accelerator=ACCELERATOR, devices=WORLD, strategy="liger_fsdp", **QUIET)
     began = time.monotonic()
     try:

@@ -143,6 +143,18 @@ class Adapters(_Labels, L.LightningModule):
         return sgd(p for p in self.parameters() if p.requires_grad)
 
 
+class Thawed(InInit):
+    """Blocks are frozen until the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__("llama")
+        self.model.model.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.model.model.requires_grad_(True)
+
+
 class Manual(InInit):
     """One optimizer, stepped by hand, clipped by hand, every second batch."""
 
