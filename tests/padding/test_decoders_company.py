@@ -79,8 +79,14 @@ def test_nothing_is_disturbed_by_the_comparison() -> None:
     model.register_buffer("count", torch.zeros(()))
     hidden = model.hidden
 
+    model.calls, model.lengths, model.total = 0, [], torch.zeros(2)  # type: ignore[assignment]
+
     def counting(idx: Tensor) -> Tensor:
         model.count += 1
+        model.calls += 1  # type: ignore[operator]
+        model.lengths.append(idx.shape[1])  # type: ignore[operator, union-attr]
+        model.total += 1  # as torchmetrics keeps its sums
+        model.cache = idx
         return hidden(idx)
 
     model.hidden = counting  # type: ignore[method-assign]
@@ -91,6 +97,7 @@ def test_nothing_is_disturbed_by_the_comparison() -> None:
     model(ids, labels)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert float(model.count) == 1 and model.training
+    assert model.calls == 1 and model.lengths == [14] and model.total.tolist() == [1, 1] and model.cache is ids
     assert all(p.grad is None for p in model.parameters())
     report = handle.report.to_dict()
     assert report["padding_free"]["packed_calls"] == report["padding_free"]["calls"] == 1

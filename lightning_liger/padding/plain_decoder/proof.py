@@ -19,6 +19,7 @@ from lightning_liger.padding.layout import Layout
 from lightning_liger.padding.plain_decoder.dispatch import WATCHED
 from lightning_liger.padding.plain_decoder.multihead import UnreadTensor
 from lightning_liger.padding.plain_decoder.ragged import RaggedTensor
+from lightning_liger.padding.plain_decoder.remembered import Remembered
 
 if TYPE_CHECKING:
     from lightning_liger.padding.plain_decoder.decoder import PackedDecoder
@@ -79,8 +80,8 @@ def disagreement(decoder: PackedDecoder, args: tuple[Any, ...], kwargs: dict[str
 
 @contextmanager
 def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """As if nobody had asked: no gradient, no random number drawn, no buffer changed, no warning."""
-    buffers = [(b, b._version, b.clone()) for b in module.buffers()]
+    """As if nobody had asked: no gradient, no random number drawn, no state changed, no warning."""
+    before = [(m, Remembered(vars(m))) for m in module.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.enter_context(warnings.catch_warnings())
@@ -91,9 +92,8 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
+            for inner, state in before:
+                state.restore(vars(inner))
 
 
 def _is_hooked(module: nn.Module, decoder: nn.Module) -> bool:
