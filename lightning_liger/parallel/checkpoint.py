@@ -76,7 +76,7 @@ def save(
         RuntimeError: on every rank, when writing failed on one.
     """
     if kind == "full":
-        whole = single.assemble(checkpoint)
+        whole = single.assemble(checkpoint, path.parent)
         if background is None:
             _place(path, lambda partial: single.write(whole, partial), None, first_only=True)
         else:
@@ -88,7 +88,7 @@ def save(
         _place(path, lambda partial: sharded.write(shared, rest, partial), None)
     else:
         staged = copy_with(shared, on_cpu)
-        later = single.assemble(rest)
+        later = copy_with(rest, on_cpu)
         group = background.group
         background.start(lambda: _place(path, lambda p: sharded.write(staged, later, p, group), group))
 

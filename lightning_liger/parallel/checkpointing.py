@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_liger.parallel import averaging, checkpoint, files, huggingface, optimizer_states, single
+from lightning_liger.parallel import averaging, checkpoint, files, host, huggingface, optimizer_states, single
 from lightning_liger.parallel.background import BackgroundSave
 from lightning_liger.parallel.checkpoint import StateDictType
 from lightning_liger.parallel.directories import load_directories
@@ -117,7 +118,7 @@ class Checkpointing(_Base):
     def _save_elsewhere(self, saved: dict[str, Any], path: str, storage_options: Any) -> None:
         if self._state_dict_type == "sharded":
             raise ValueError(f"state_dict_type='sharded' needs a file system path, not {path}. Use 'full' there.")
-        whole = single.assemble(saved)
+        whole = single.assemble(saved, Path(tempfile.gettempdir()))
 
         def write() -> None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
@@ -232,11 +233,11 @@ class Checkpointing(_Base):
 
 
 def _warn_of_host_memory(needed: int) -> None:
-    available = single.available_bytes()
-    if available is not None and needed > available:
+    if not host.fits(needed):
         rank_zero_warn(
-            f"One checkpoint file of this module needs about {needed / 2**30:.0f} GiB of host memory on rank 0, where"
-            f" {available / 2**30:.0f} GiB are free. LigerFSDPStrategy(state_dict_type='sharded') needs none."
+            f"One checkpoint file of this module takes about {needed / 2**30:.0f} GiB, more than the host memory that is"
+            " free on rank 0: it is put together in a temporary file beside it, which doubles what is written."
+            " LigerFSDPStrategy(state_dict_type='sharded') needs neither."
         )
 
 

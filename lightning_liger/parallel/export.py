@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_liger.parallel import files, huggingface, sharded, single
 from lightning_liger.parallel.checkpoint import module_state
+from lightning_liger.parallel.host import Room, size_of
 from lightning_liger.parallel.pieces import gather, plain_name
 from lightning_liger.parallel.together import is_first, together
 
@@ -53,15 +54,7 @@ def save_hf(
     state = {k.removeprefix(prefix): v for k, v in _plainly(module_state(module)).items() if k.startswith(prefix)}
     wanted = set(huggingface.needed_names(chosen, state))
     cast = _dtype(dtype)
-    whole: dict[str, Tensor] = {}
-    made: dict[int, Tensor | None] = {}
-    for name in [n for n in state if n in wanted]:
-        value = state[name]
-        if id(value) not in made:
-            made[id(value)] = _whole(value, cast)
-        ready = made[id(value)]
-        if ready is not None:
-            whole[name] = ready
+    whole = _gathered({name: value for name, value in state.items() if name in wanted}, cast, Path(out))
     kept = tokenizer if tokenizer is not None else huggingface.find_tokenizer(module)
     act = lambda: huggingface.write(chosen, whole, Path(out), kept, max_shard_size)  # noqa: E731
     together(act if is_first() else None, f"Exporting to {out}")
@@ -112,11 +105,16 @@ def _plainly(state: dict[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in state.items()}
 
 
-def _whole(value: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    if isinstance(value, DTensor):
-        # cast before it travels: half the bytes for bf16
-        return gather(_cast(value.detach(), dtype), keep=is_first())  # type: ignore[arg-type]
-    return _cast(value.detach(), dtype).cpu() if is_first() else None
+def _gathered(state: dict[str, Tensor], dtype: torch.dtype | None, folder: Path) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, nothing elsewhere; a tensor under two names is one."""
+    room = Room(size_of(state.values()), folder) if is_first() else None
+    made: dict[int, Tensor] = {}
+    for value in {id(v): v for v in state.values()}.values():
+        cast = _cast(value.detach(), dtype)  # before it travels: half the bytes for bf16
+        gathered = gather(cast) if isinstance(cast, DTensor) else cast
+        if room is not None:
+            made[id(value)] = room.keep(gathered)
+    return {name: made[id(value)] for name, value in state.items() if id(value) in made}
 
 
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -26,16 +26,16 @@ def plain_name(name: str) -> str:
     return name
 
 
-def gather(piece: DTensor, keep: bool) -> Tensor | None:
-    """The whole of ``piece`` on the CPU where ``keep``, ``None`` elsewhere. Every rank of the mesh has to call it."""
+def gather(piece: DTensor) -> Tensor:
+    """The whole of ``piece`` on its mesh's device. Every rank of the mesh has to call it.
+
+    On a mesh of one rank it is the memory of ``piece`` itself.
+    """
     mesh_device = piece.device_mesh.device_type
     # an offloaded shard lies on the CPU, where NCCL cannot reach it
     located: Any = piece.detach() if piece.device.type == mesh_device else piece.detach().to(mesh_device)
     whole: Tensor = located.full_tensor()
-    if not keep:
-        return None
-    # a mesh of one rank gives back the parameter's own memory
-    return whole.cpu() if whole.device.type != "cpu" else whole.clone()
+    return whole
 
 
 def piece_of(whole: Tensor, like: DTensor) -> DTensor:

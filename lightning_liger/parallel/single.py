@@ -8,33 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.parallel.pieces import copy_with, gather, on_cpu
+from lightning_liger.parallel.host import Room, size_of
+from lightning_liger.parallel.pieces import copy_with, gather, pieces_in
+from lightning_liger.parallel.together import is_first
 
 
-def assemble(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+def assemble(checkpoint: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """``checkpoint`` with whole tensors on the CPU of rank 0; elsewhere ``None`` in their place. All ranks call it.
 
     One tensor is whole on every device at a time. A tensor that appears twice (tied weights) stays one. Nothing in the
     result is changed by the steps that follow, so it can be written while training goes on.
+
+    Args:
+        checkpoint: With tensors in pieces.
+        folder: Where rank 0 may put a temporary file when host memory does not suffice.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    room = Room(size_of(pieces_in(checkpoint)), folder) if is_first() else None
     made: dict[int, Any] = {}
 
     def whole(value: Tensor) -> Tensor | None:
         if id(value) not in made:
-            made[id(value)] = gather(value, first) if isinstance(value, DTensor) else _kept(value, first)
+            gathered = gather(value) if isinstance(value, DTensor) else value.detach()
+            made[id(value)] = None if room is None else gathered if value.is_meta else room.keep(gathered)
         return made[id(value)]
 
     assembled: dict[str, Any] = copy_with(dict(checkpoint), whole)
     return assembled
-
-
-def _kept(value: Tensor, keep: bool) -> Tensor | None:
-    return on_cpu(value) if keep else None
 
 
 def write(checkpoint: dict[str, Any], path: Path) -> None:
@@ -56,13 +58,3 @@ def read(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
 def expected_bytes(module: nn.Module) -> int:
     """Size of a checkpoint file with the two moments that Adam keeps of every parameter that trains."""
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in module.parameters())
-
-
-def available_bytes() -> int | None:
-    """Host memory that is free for use, where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

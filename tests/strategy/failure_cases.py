@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from case_tools import KINDS, ROOT, at, case, fit, say
+from export_cases import SaveAtEnd
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from resuming import RANK, Hard, distance, whole
+
+from lightning_liger.parallel import host
 
 
 class Refuses:
@@ -106,6 +111,27 @@ def removing_behind_the_training() -> None:
             assert all(watch.seen[first:]), watch.seen
             assert [p.name for p in (ROOT / f"one-{kind}").iterdir()] == ["step=4.ckpt"]
         say(f"{kind}: an old checkpoint goes once the new one is there")
+
+
+@case
+def more_than_host_memory() -> None:
+    usual, full = ROOT / "roomy", ROOT / "crammed"
+    fit(Hard(), "full", "roomy", max_epochs=1)
+    free, host.available_bytes = host.available_bytes, lambda: 0
+    try:
+        with pytest.warns(UserWarning, match="more than the host memory") if RANK == 0 else nullcontext():
+            fit(Hard(), "full", "crammed", max_epochs=1, callbacks=[SaveAtEnd(ROOT / "crammed-hf")])
+    finally:
+        host.available_bytes = free
+    dist.barrier()
+    one, two = (torch.load(f / "step=3.ckpt", weights_only=True) for f in (usual, full))
+    assert distance(one["state_dict"], two["state_dict"]) == 0.0
+    states = [c["optimizer_states"][0]["state"] for c in (one, two)]
+    assert all(torch.equal(states[0][i][k], states[1][i][k]) for i in states[0] for k in states[0][i])
+    assert [p.name for p in full.iterdir()] == ["step=3.ckpt"]
+    assert transformers.AutoModelForCausalLM.from_pretrained(ROOT / "crammed-hf")
+    assert not list((ROOT / "crammed-hf").glob(".*"))
+    say("what does not fit into host memory goes through a file")
 
 
 @case

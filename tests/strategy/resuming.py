@@ -149,9 +149,7 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Any) -> Tensor:
-    found = gather(tensor, keep=True) if isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
-    assert found is not None
-    return found
+    return (gather(tensor) if isinstance(tensor, DTensor) else tensor.detach()).cpu().clone()
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
