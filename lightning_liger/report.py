@@ -169,6 +169,7 @@ class Report:
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
     kernels: KernelReport = field(default_factory=KernelReport)
     sharding: ShardingReport | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
     batching: BatchingReport = field(default_factory=BatchingReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -191,6 +192,7 @@ class Report:
             "fused_head": self.head.to_dict(),
             "kernels": self.kernels.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
+            "memory_plan": dict(self.memory),
             "token_batches": self.batching.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),

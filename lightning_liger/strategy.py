@@ -56,7 +56,8 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         replicate_size: number of whole copies of the model; shards are spread over the ranks of one copy. ``"nodes"``
             for one copy in each node.
         bf16: compute in bf16 under ``precision="32-true"``, Lightning's default; False computes in fp32.
-        reshard_after_forward: free a block's parameters after its forward and gather them again in backward.
+        reshard_after_forward: free a block's parameters after its forward and gather them again in backward; ``"auto"``
+            keeps them where the memory plan of the first batch says that they fit.
         offload: keep parameters, gradients and optimizer state in host memory.
         activation_checkpointing: ``"none"``; ``"full"`` keeps only each block's inputs for backward and computes the block
             again; ``"selective"`` also keeps what attention and every second matrix product gave.
@@ -80,7 +81,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         self,
         replicate_size: int | str = 1,
         bf16: bool = True,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | str = "auto",
         offload: bool = False,
         activation_checkpointing: str = "none",
         weights: str = "auto",
@@ -101,9 +102,8 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
             timeout=timeout,
         )
         self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
-        self.init_memory(activation_checkpointing, weights, prefetch, gather_in_evaluation)
+        self.init_memory(activation_checkpointing, reshard_after_forward, weights, prefetch, gather_in_evaluation)
         self._replicate_size = replicate_size
-        self._reshard_after_forward = reshard_after_forward
         self._offload = offload
         self._sharding = Sharding()
         self._unsharded_gradients: UnshardedGradients | None = None
@@ -198,7 +198,8 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         dtypes: DTypes = self.precision_plugin.liger_dtypes
         dtypes = dtypes.following({d for part in foreign_parts(module) for d in compute_dtypes(part)})
         root_policy = dtypes.policy(cast_inputs=False)
-        report = liger_callback(self._root.trainer).report
+        callback = liger_callback(self._root.trainer)
+        report = callback.report
         values = self.values_for(self._root.trainer, module, report.note)
         values.fill_unsharded(module, device)
 
@@ -215,13 +216,13 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
             root_policy=root_policy,
             block_policy=dtypes.policy(cast_inputs=True),
             prepare=prepare,
-            reshard_after_forward=self._reshard_after_forward,
+            reshard_after_forward=self._reshard_after_forward is not False,
             offload=self._offload,
         )
         data = self.device_mesh["data_parallel"].get_group()
         self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), data)
         values.fill_sharded(module, device)
-        self.finish_memory(module, self._sharding, device, report.note)
+        self.finish_memory(module, self._sharding, device, report, callback.settings.verbose)
         report.sharding = audit(module, self._sharding, mesh)
         if dtypes.notice:
             report.note(dtypes.notice)

@@ -75,6 +75,12 @@ def initial_values(
     return {path: shadow.made[path] for path in wanted}
 
 
+def meta_twin(module: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """The same modules with ``meta`` tensors of the whole shapes; and ``id`` of a submodule -> its counterpart."""
+    shadow = _Shadow(set())
+    return shadow.of(module, ""), shadow.counterparts
+
+
 class _Shadow:
     """Copies modules; tensors become ``meta``, or memory filled with what no initialiser leaves behind."""
 
@@ -83,15 +89,16 @@ class _Shadow:
         self.made: dict[str, Tensor] = {}
         self.holders: set[nn.Module] = set()  # modules with something to initialise below them
         self._versions: dict[str, int] = {}
-        self._modules: dict[int, nn.Module] = {}
+        self.counterparts: dict[int, nn.Module] = {}
         self._tied: dict[int, Tensor] = {}
 
     def of(self, module: nn.Module, path: str, tying: bool = True) -> nn.Module:
-        if id(module) in self._modules:
-            return self._modules[id(module)]
+        if id(module) in self.counterparts:
+            return self.counterparts[id(module)]
         kind = _plain_class(module)
-        copied = self._modules[id(module)] = kind.__new__(kind)
-        state = {n: {} if n.endswith("_hooks") and isinstance(v, dict) else v for n, v in vars(module).items()}
+        copied = self.counterparts[id(module)] = kind.__new__(kind)
+        # hooks of FSDP and others belong to the module that they were put on
+        state = {n: type(v)() if "_hooks" in n and isinstance(v, dict) else v for n, v in vars(module).items()}
         copied.__dict__.update(state)
         # transformers ties after it has initialised, everybody else before
         tying = tying and not _is_pretrained(module)

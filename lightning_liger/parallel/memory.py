@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
 
 from lightning_liger.parallel.gathering import Gathering
 from lightning_liger.parallel.generate import Rendezvous, ShardedGenerate, sharded_generate
 from lightning_liger.parallel.materialize import Materializer
+from lightning_liger.parallel.memory_plan import MemoryPlan
+from lightning_liger.parallel.mesh import sharding_mesh
+from lightning_liger.parallel.planning import plan_memory
 from lightning_liger.parallel.prefetch import check_depth, lists_of, set_prefetch
 from lightning_liger.parallel.recompute import Recomputed, check_mode, recompute_blocks
 from lightning_liger.parallel.shard import Sharding, reshard
 from lightning_liger.patching import Switch
+from lightning_liger.report import Report, printable
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
 else:
     _Base = object
+
+
+# Blocks stay gathered for backward only where this much of the device is expected to suffice: an estimate that is too
+# low must not cost a run its memory.
+_KEEP_BELOW = 0.75
 
 
 class Memory(_Base):
@@ -35,8 +48,15 @@ class Memory(_Base):
             ranks possible; ``"auto"`` does it when memory allows.
     """
 
+    _offload: bool
+
     def init_memory(
-        self, activation_checkpointing: str, weights: str, prefetch: int, gather_in_evaluation: bool | str
+        self,
+        activation_checkpointing: str,
+        reshard_after_forward: bool | str,
+        weights: str,
+        prefetch: int,
+        gather_in_evaluation: bool | str,
     ) -> None:
         """Take the options.
 
@@ -45,11 +65,14 @@ class Memory(_Base):
         """
         check_mode(activation_checkpointing)
         check_depth(prefetch)
+        if reshard_after_forward not in (True, False, "auto"):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: expected True, False or 'auto'.")
         if not isinstance(weights, str) or not weights:
             raise ValueError(f"weights={weights!r}: expected 'auto', 'init', or a directory or repository.")
         if gather_in_evaluation != "auto" and not isinstance(gather_in_evaluation, bool):
             raise ValueError(f"gather_in_evaluation={gather_in_evaluation!r}: expected True, False or 'auto'.")
         self._activation_checkpointing = activation_checkpointing
+        self._reshard_after_forward = reshard_after_forward
         self._weights = weights
         self._prefetch = prefetch
         self._gather_in_evaluation = gather_in_evaluation
@@ -57,16 +80,20 @@ class Memory(_Base):
         self._memory_bindings: list[Recomputed | ShardedGenerate] = []
         self._gathering: Gathering | None = None
         self._evaluating = False
+        self._planned = False
+        self._sharding_to_plan: tuple[Sharding, Report, bool] | None = None
 
     def values_for(self, trainer: Any, module: nn.Module, note: Callable[[str], None]) -> Materializer:
         """What fills the ``meta`` tensors of ``module``. A collective."""
         return Materializer(module, self._weights, note, restored=bool(getattr(trainer, "ckpt_path", None)))
 
     def finish_memory(
-        self, module: nn.Module, sharding: Sharding, device: torch.device, note: Callable[[str], None]
+        self, module: nn.Module, sharding: Sharding, device: torch.device, report: Report, verbose: bool
     ) -> None:
         """The module is sharded; nothing has run."""
+        note = report.note
         self._memory_switch = Switch(True)
+        self._planned, self._sharding_to_plan = False, (sharding, report, verbose)
         self._gathering = Gathering(module, device)
         recomputed = recompute_blocks(
             sharding.blocks.values(), self._activation_checkpointing, self._memory_switch, note
@@ -79,6 +106,58 @@ class Memory(_Base):
             module, self._memory_switch, self._gathering, Rendezvous(self._timeout or timedelta(minutes=30)), note
         )
         self._memory_bindings = [*recomputed, *generating]
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Plan for the first batch, before it runs. A collective, once."""
+        if self._planned or self._sharding_to_plan is None:
+            return
+        self._planned = True
+        sharding, report, verbose = self._sharding_to_plan
+        assert self.lightning_module is not None and self.device_mesh is not None
+        trainer: Any = self.lightning_module.trainer
+        mesh = sharding_mesh(self.device_mesh)
+        plan: MemoryPlan | None = None
+        try:
+            plan = plan_memory(
+                self.lightning_module,
+                sharding,
+                self.optimizers,
+                batch,
+                self.root_device,
+                packed=report.padding.applied > 0,
+                fused_head=report.head.applied > 0,
+                checkpointing=self._activation_checkpointing,
+                offload=self._offload,
+                keeps_blocks=self._reshard_after_forward is False,
+                prefetch=self._prefetch,
+                accumulates=trainer.accumulate_grad_batches > 1,
+                ranks=mesh.size(mesh.ndim - 1),
+            )
+        except Exception as error:
+            # a plan is advice: what it cannot read must not end a training run
+            report.note(f"no memory plan: {type(error).__name__}: {error}")
+        if self._reshard_after_forward == "auto":
+            plan = self._keep_if_it_fits(sharding, plan)
+        if plan is None:
+            return
+        report.memory = plan.to_dict()
+        if verbose and self.global_rank == 0:
+            tqdm.write(printable(plan.render()))
+
+    def _keep_if_it_fits(self, sharding: Sharding, plan: MemoryPlan | None) -> MemoryPlan | None:
+        """Leave blocks gathered between forward and backward, if every rank has the memory. A collective."""
+        keeping = None if plan is None else replace(plan, state=replace(plan.state, keeps_blocks=True))
+        fits = keeping is not None and keeping.activations.counted and keeping.peak <= _KEEP_BELOW * keeping.capacity
+        answer = torch.tensor(float(fits), device=self.root_device)
+        dist.all_reduce(answer, dist.ReduceOp.MIN)
+        if not answer.item():
+            return plan
+        for block in sharding.blocks.values():
+            assert isinstance(block, FSDPModule)
+            block.set_reshard_after_forward(False, recurse=False)
+        return keeping
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -124,6 +203,6 @@ class Memory(_Base):
         for binding in reversed(self._memory_bindings):
             binding.unbind()
         self._memory_bindings = []
-        self._gathering = None
+        self._gathering = self._sharding_to_plan = None
         self._evaluating = False
         super().teardown()

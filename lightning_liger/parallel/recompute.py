@@ -144,7 +144,7 @@ def _selective() -> Any:
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if _is_product(op):
+        if is_product(op):
             # in a llama block: of query, key, value, output, gate, up and down the odd ones are kept, as in torchtitan
             products[context.is_recompute] += 1
             return _choice(products[context.is_recompute] % 2 == 1)
@@ -157,7 +157,8 @@ def _choice(keep: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_product(op: Any) -> bool:
+def is_product(op: Any) -> bool:
+    """Whether an operator is a matrix product, every second of which selective checkpointing keeps."""
     # not bmm: attention without a fused kernel multiplies (T, T) matrices, which are not worth their memory
     return op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 

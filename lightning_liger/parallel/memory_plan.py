@@ -1,0 +1,252 @@
+"""What a training step will hold in memory, against what the device has, and what would make it fit.
+
+Peaks of three moments are compared, because what they hold is not there at the same time:
+
+* *backward begins*: all activations, one chunk of logits, the gathered parameters;
+* *backward ends*: all gradients, and the root's before and while they are reduced;
+* *the optimizer steps*: gradients, state, and the temporaries of optimizers that are not fused.
+
+Parameters, gradients and optimizer state are counted from the sharded tensors themselves (Rajbhandari et al., "ZeRO"
+(2020), section 3, with FSDP's gathered blocks added), activations by
+:mod:`lightning_liger.parallel.activations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_liger.parallel.activations import Activations
+
+# Caching allocators cannot use all that they hold, and libraries have workspaces of their own.
+FRACTION_USABLE = 0.92
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes per rank that do not depend on the batch.
+
+    Attributes:
+        parameters: shards. gradients: their gradients, for those that train. optimizer: its state, once it has stepped.
+        root: the root group's parameters gathered. block: the largest block's. blocks: all blocks'.
+        root_gradients: the root's unsharded gradients in the dtype that they are computed in.
+        reduced: the same in the dtype that they are reduced in.
+        temporaries: what an optimizer that is not fused allocates during its step.
+        in_flight: how many blocks are gathered at a time.
+        ranks: over how many ranks a parameter is spread.
+        offload: parameters, gradients and optimizer state are in host memory.
+        keeps_blocks: blocks stay gathered between forward and backward.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    root: int
+    block: int
+    blocks: int
+    root_gradients: int
+    reduced: int
+    temporaries: int = 0
+    in_flight: int = 2
+    ranks: int = 1
+    offload: bool = False
+    keeps_blocks: bool = False
+
+    @property
+    def gathered(self) -> int:
+        return self.root + (self.blocks if self.keeps_blocks else min(self.in_flight * self.block, self.blocks))
+
+    def spread_over(self, ranks: int) -> State:
+        """The same model on another number of ranks."""
+
+        def share(size: int) -> int:
+            return -(-size * self.ranks // ranks)
+
+        return replace(
+            self,
+            ranks=ranks,
+            parameters=share(self.parameters),
+            gradients=share(self.gradients),
+            optimizer=share(self.optimizer),
+            temporaries=share(self.temporaries),
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Expected peak of one device in a training step.
+
+    Attributes:
+        state: what does not depend on the batch. activations: what does.
+        head: logits of one chunk (of all rows, where the head is not fused) and the gradients made with them.
+        tokens: positions of the observed batch that take part. capacity: bytes of the device.
+        checkpointing: ``"none"``, ``"selective"`` or ``"full"``. accumulates: gradients are there when backward begins.
+    """
+
+    state: State
+    activations: Activations
+    head: int
+    tokens: int
+    capacity: int
+    checkpointing: str = "none"
+    accumulates: bool = False
+
+    def moments(self) -> dict[str, int]:
+        """Bytes on the device at each of the three moments."""
+        s = self.state
+        kept = 0 if s.offload else s.parameters + s.optimizer
+        gradients = 0 if s.offload else s.gradients
+        begin = kept + s.gathered + self.activations.total(self.checkpointing) + self.head
+        return {
+            "backward begins": begin + (gradients if self.accumulates else 0),
+            "backward ends": kept + gradients + s.root + s.root_gradients + s.reduced,
+            "optimizer steps": kept + gradients + (0 if s.offload else s.temporaries),
+        }
+
+    @property
+    def peak(self) -> int:
+        return max(self.moments().values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= FRACTION_USABLE * self.capacity
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per rank."""
+        s = self.state
+        return s.parameters + s.gradients + s.optimizer + s.temporaries if s.offload else 0
+
+    def remedies(self) -> list[str]:
+        """Single switches, then pairs, that make it fit; empty if it does."""
+        if self.fits:
+            return []
+        single = self._switches()
+        found = [text for text, plan in single if plan.fits]
+        if not found:
+            pairs = ((f"{a} with {b}", q) for a, plan in single for b, q in plan._switches())
+            found = [text for text, plan in pairs if plan.fits][:3]
+        return found or ["nothing that this strategy offers; use a smaller model, or train adapters (PEFT)"]
+
+    def _switches(self) -> list[tuple[str, MemoryPlan]]:
+        made: list[tuple[str, MemoryPlan]] = []
+        order = ("none", "selective", "full")
+        for mode in order[order.index(self.checkpointing) + 1 :]:
+            made.append((f"activation_checkpointing={mode!r}", replace(self, checkpointing=mode)))
+        if self.state.keeps_blocks:
+            less = replace(self.state, keeps_blocks=False)
+            made.append(("reshard_after_forward=True", replace(self, state=less)))
+        if not self.state.offload:
+            made.append(("offload=True (slower)", replace(self, state=replace(self.state, offload=True))))
+        for factor in (2, 4, 8, 16, 32, 64):
+            more = replace(self, state=self.state.spread_over(self.state.ranks * factor))
+            if more.fits:
+                made.append((f"{self.state.ranks * factor} GPUs", more))
+                break
+        for factor in (2, 4, 8, 16):
+            fewer = self._with_fewer_tokens(factor)
+            if fewer.fits:
+                made.append((f"batches of {fewer.tokens:,} tokens per rank (a {factor}th, accumulated)", fewer))
+                break
+        return made
+
+    def _with_fewer_tokens(self, factor: int) -> MemoryPlan:
+        less = self.activations.scaled(1 / factor)
+        return replace(self, activations=less, tokens=self.tokens // factor, accumulates=True)
+
+    # -- for people and machines ---------------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple[str, int]]:
+        s = self.state
+        where = " (host memory)" if s.offload else ""
+        return [
+            (f"parameters, {'shard' if s.ranks > 1 else 'masters'}{where}", s.parameters),
+            (f"gradients{where}", s.gradients),
+            (f"optimizer state{where}", s.optimizer),
+            ("gathered: root and blocks in flight", s.gathered),
+            (f"activations of {self.tokens:,} tokens, checkpointing {self.checkpointing}", self._activations),
+            ("logits and gradients of the head", self.head),
+        ]
+
+    @property
+    def _activations(self) -> int:
+        return self.activations.total(self.checkpointing)
+
+    def render(self) -> str:
+        """The plan as text."""
+        width = max(len(name) for name, _ in self.rows())
+        lines = ["lightning-liger memory plan, per device"]
+        lines += [f"  {name:<{width}}  {size / _GIB:9.2f} GiB" for name, size in self.rows()]
+        moment, peak = max(self.moments().items(), key=lambda item: item[1])
+        share = f"{peak / max(self.capacity, 1):.0%} of {self.capacity / _GIB:.1f} GiB"
+        lines.append(f"  {f'expected peak, when {moment}':<{width}}  {peak / _GIB:9.2f} GiB, {share}")
+        if not self.activations.counted:
+            lines.append("  activations are estimated from the linear layers alone")
+        if not self.fits:
+            lines.append("  This is not expected to fit. It would with one of:")
+            lines += [f"    - {text}" for text in self.remedies()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self.state),
+            "activations": self._activations,
+            "activations_counted": self.activations.counted,
+            "head": self.head,
+            "tokens": self.tokens,
+            "checkpointing": self.checkpointing,
+            "moments": self.moments(),
+            "peak": self.peak,
+            "capacity": self.capacity,
+            "host": self.host,
+            "fits": self.fits,
+            "remedies": self.remedies(),
+        }
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+# class name, lower-cased -> state tensors of a parameter's own size and dtype
+_STATES = {
+    "adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "adagrad": 1, "asgd": 1, "rmsprop": 1,
+    "rprop": 2, "lion": 1, "muon": 1, "adafactor": 0, "sgd": 0, "lamb": 2, "fusedadam": 2, "cpuadam": 2,
+}  # fmt: skip
+
+
+def state_factor(optimizer: Any) -> tuple[float, bool]:
+    """Size of an optimizer's state beside its parameters'; and whether its class is known (two tensors are assumed)."""
+    name = type(optimizer).__name__.lower()
+    options: dict[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+    if "8bit" in name:
+        return 0.5, True  # two bytes beside four
+    known = _STATES.get(name)
+    if known is None:
+        return 2.0, False
+    extra = {"adam": "amsgrad", "adamw": "amsgrad", "sgd": "momentum"}.get(name)
+    more = bool(extra and options.get(extra))
+    if name == "rmsprop":
+        return known + bool(options.get("momentum")) + bool(options.get("centered")), True
+    return known + more, True
+
+
+def optimizer_bytes(optimizers: Sequence[Any]) -> tuple[int, int, list[str]]:
+    """``(state, temporaries of a step, unknown classes)`` on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    state = temporaries = 0
+    unknown = []
+    for optimizer in optimizers:
+        factor, known = state_factor(optimizer)
+        sizes = [
+            (p.to_local() if isinstance(p, DTensor) else p).nbytes for g in optimizer.param_groups for p in g["params"]
+        ]
+        state += round(factor * sum(sizes))
+        fused = any(g.get("fused") for g in optimizer.param_groups)
+        one_by_one = any(g.get("foreach") is False for g in optimizer.param_groups)
+        if factor and not fused:
+            temporaries += max(sizes, default=0) if one_by_one else sum(sizes)
+        if not known:
+            unknown.append(type(optimizer).__name__)
+    return state, temporaries, unknown
