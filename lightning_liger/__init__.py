@@ -10,10 +10,19 @@ from lightning_liger.settings import Settings
 
 if TYPE_CHECKING:
     from lightning_liger.callback import LigerCallback
+    from lightning_liger.parallel.clipping import grad_norm
     from lightning_liger.strategy import LigerFSDPStrategy, LigerFSDPStrategyPL
 
 __version__ = "0.1.0"
-__all__ = ["Accelerated", "LigerCallback", "LigerFSDPStrategy", "LigerFSDPStrategyPL", "Settings", "accelerate"]
+__all__ = [
+    "Accelerated",
+    "LigerCallback",
+    "LigerFSDPStrategy",
+    "LigerFSDPStrategyPL",
+    "Settings",
+    "accelerate",
+    "grad_norm",
+]
 
 register_strategies()
 
@@ -28,4 +37,8 @@ def __getattr__(name: str) -> Any:
         from lightning_liger import strategy
 
         return getattr(strategy, name)
+    if name == "grad_norm":
+        from lightning_liger.parallel.clipping import grad_norm
+
+        return grad_norm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

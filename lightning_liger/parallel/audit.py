@@ -38,6 +38,11 @@ def check_managed(module: nn.Module, sharding: Sharding) -> None:
 
 def explain_mixture(exception: BaseException) -> None:
     """Add to PyTorch's errors about operations on sharded parameters where those come from."""
+    if isinstance(exception, RuntimeError) and "data is not allocated yet" in str(exception):
+        exception.args = (
+            f"{exception}\nParameters and gradients are sharded, and so are sums and norms of them: take .full_tensor() "
+            "of one, or lightning_liger.grad_norm(module) in place of Lightning's.",
+        )
     if isinstance(exception, RuntimeError) and any(w in str(exception) for w in ("DTensor", "sharding strategy")):
         exception.args = (
             f"{exception}\nA parameter that the strategy had sharded was used outside of a forward. {_TOO_LATE}",

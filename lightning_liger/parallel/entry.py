@@ -35,6 +35,8 @@ class Entry:
                 self._held.setdefault(owner, []).append(parameter)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         self.gather()
         held = self._held.get(module)
         if held is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_liger.parallel.blocks import chooses_submodules
 from lightning_liger.parallel.entry import Entry, watch_entries
@@ -109,10 +111,24 @@ def shard(
     for name in STEPS:
         if callable(getattr(module, name, None)):
             register_fsdp_forward_method(module, name)
+    _log_whole_values(module)
     entry = watch_entries(module, _inside_groups(module), root_policy.param_dtype)
     sharding = Sharding(dict(blocks), found, whole, entry, (root_policy, offload))
     module.__dict__[_RECORD] = sharding
     return sharding
+
+
+def _log_whole_values(module: Any) -> None:
+    """Sums and norms of shards are shards themselves, and some releases of PyTorch read them as if they were whole."""
+    log = getattr(module, "log", None)
+    if log is None:
+        return
+
+    @functools.wraps(log)
+    def log_whole(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        log(name, tree_map_only(DTensor, DTensor.full_tensor, value), *args, **kwargs)
+
+    module.__dict__["log"] = log_whole
 
 
 def foreign_parts(module: nn.Module) -> list[FSDPModule]:
@@ -153,7 +169,7 @@ def restore(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     assert sharding.entry is not None
     for handle in sharding.entry.handles:
         handle.remove()
-    for name in STEPS:
+    for name in (*STEPS, "log"):
         own: Any = module.__dict__.get(name)
         if hasattr(own, "__wrapped__"):
             del module.__dict__[name]

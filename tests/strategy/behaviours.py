@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_liger import LigerCallback, LigerFSDPStrategy
+from lightning_liger import LigerCallback, LigerFSDPStrategy, grad_norm
 
 
 def trainer_for(strategy: Any = "liger_fsdp", **options: Any) -> L.Trainer:
@@ -341,6 +341,33 @@ def changes_that_come_too_late() -> None:
         message = raised(RuntimeError, lambda k=kind: train(k(), WORLD, "liger_fsdp", []))  # type: ignore[misc]
         assert "configure_model" in message and "on_fit_start" in message, message
     say("changes_that_come_too_late")
+
+
+@case
+def norms_of_gradients() -> None:
+    """A drop-in for Lightning's own helper, which asks for numbers that no rank holds."""
+    from lightning.pytorch.utilities import grad_norm as lightnings
+
+    class Norms(modules.OnTheModule):
+        norms: Any = lightnings
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for norm_type in (2, "inf"):
+                found.append({n: float(v) for n, v in type(self).norms(self, norm_type=norm_type).items()})
+
+    class Ours(Norms):
+        norms = grad_norm
+
+    found: list[dict[str, float]] = []
+    train(Norms(), 1, "auto", [])
+    expected, found = found, []
+    train(Ours(), WORLD, LigerFSDPStrategy(bf16=False), [])
+    for a, b in zip(expected, found, strict=True):
+        assert a.keys() == b.keys()
+        assert all(abs(a[n] - b[n]) <= 2e-5 * max(a.values()) for n in a), (a, b)
+    message = raised(RuntimeError, lambda: train(Norms(), WORLD, "liger_fsdp", []))
+    assert "lightning_liger.grad_norm" in message, message
+    say("norms_of_gradients")
 
 
 @case

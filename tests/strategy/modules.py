@@ -130,6 +130,14 @@ class Metrics(OwnLoss):
         return loss
 
 
+class Norms(InInit):
+    """Logs norms of gradients and weights with Lightning's own helper."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("weights", sum(p.detach().square().sum() for p in self.parameters()).sqrt())
+        self.log("gradient", self.model.model.layers[0].self_attn.q_proj.weight.grad.norm())
+
+
 class Adapters(_Labels, L.LightningModule):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
