@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import modules
+import own_modules
 import pytorch_lightning as pl
 from runs import CASES, WORLD, distance, mean_over_ranks, say, train, whole
 
@@ -49,13 +50,13 @@ _same("clip_by_value", modules.InInit, gradient_clip_val=0.002, gradient_clip_al
 _same("policy_and_reference", modules.PolicyAndReference)
 _same("on_the_module", modules.OnTheModule, gradient_clip_val=0.5)
 _same("two_optimizers", modules.TwoOptimizers)
-_same("is_the_model", modules.IsTheModel)
-_same("is_the_model_manual", lambda: modules.IsTheModel(manual=True))
-_same("no_blocks", lambda: modules.IsTheModel(blocks=1))
-_same("no_blocks_manual", lambda: modules.IsTheModel(blocks=1, manual=True))
-_same("one_linear_manual", modules.OneLinear)
+_same("is_the_model", own_modules.IsTheModel)
+_same("is_the_model_manual", lambda: own_modules.IsTheModel(manual=True))
+_same("no_blocks", lambda: own_modules.IsTheModel(blocks=1))
+_same("no_blocks_manual", lambda: own_modules.IsTheModel(blocks=1, manual=True))
+_same("one_linear_manual", own_modules.OneLinear)
 _same("manual_on_the_module", modules.ManualOnTheModule)
-_same("chosen_experts", modules.ChoosesExperts)
+_same("chosen_experts", own_modules.ChoosesExperts)
 _same("thawed", modules.Thawed)
 _same("experts", modules.Experts)
 _same("pytorch_lightning", modules.InInitPL, tree=pl)

@@ -77,3 +77,16 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def say(text: str) -> None:
     if RANK == 0:
         print(f"ok {text}", flush=True)
+
+
+def report_of(run: Any) -> dict[str, Any]:
+    return next(c.report.to_dict() for c in run.trainer.callbacks if isinstance(c, LigerCallback))
+
+
+def raised(kind: type[BaseException], run: Callable[[], Any]) -> str:
+    """What ``run`` raises, as text."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")

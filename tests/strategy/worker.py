@@ -1,4 +1,4 @@
-"""Two processes, run by ``torchrun``: every case of ``equalities.py`` and ``behaviours.py``, or those that are named.
+"""Two processes, run by ``torchrun``: every case that is imported here, or those that are named.
 
 Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 """
@@ -10,7 +10,9 @@ import traceback
 import warnings
 
 import behaviours  # noqa: F401
+import dtype_cases  # noqa: F401
 import equalities  # noqa: F401
+import odd_cases  # noqa: F401
 import torch
 import torch.distributed as dist
 from runs import CASES, RANK
