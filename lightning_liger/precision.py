@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ import torch.nn as nn
 from lightning_liger.parallel.clipping import clip_grad_norm, clip_grad_value
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as _Base
     from torch.distributed.fsdp import MixedPrecisionPolicy
+else:
+    _Base = object
 
 REMEDY = (
     "Use Trainer(precision='32-true') or 'bf16-mixed' (fp32 master weights, bf16 compute), 'bf16-true' (bf16 weights), "
@@ -144,3 +148,25 @@ class _Clipping:
 def precision_class(base: type) -> Any:
     """Lightning's side of the policy; ``base`` is the ``Precision`` class of the Trainer's tree."""
     return type("LigerPrecision", (_Clipping, base), {"__module__": __name__})
+
+
+class PolicyPrecision(_Base):
+    """The part of a Lightning strategy that holds the policy, whatever precision plugin it is given."""
+
+    def init_precision(self, tree: str, bf16: bool) -> None:
+        """Take the options; before Lightning's own ``__init__``, which assigns a plugin."""
+        self._precision_class = precision_class(importlib.import_module(f"{tree}.plugins.precision").Precision)
+        self._bf16 = bf16
+
+    @property
+    def precision_plugin(self) -> Any:
+        plugin = self._precision_plugin
+        return plugin if plugin is not None else self._precision_class(dtypes_for("32-true", bf16=self._bf16))
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # Lightning chooses its own plugin from Trainer(precision=...) after the strategy has been made
+        if plugin is None or hasattr(plugin, "liger_dtypes"):
+            self._precision_plugin = plugin
+        else:
+            self._precision_plugin = self._precision_class(dtypes_of(plugin, bf16=self._bf16))

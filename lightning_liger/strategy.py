@@ -8,34 +8,25 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn as nn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_liger.head.apply import lazy_heads
-from lightning_liger.parallel.audit import audit, check_managed, explain_mixture
+from lightning_liger.parallel.audit import audit, explain_mixture
 from lightning_liger.parallel.blocks import find_blocks
 from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
-from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
 from lightning_liger.parallel.groups import compute_dtypes
 from lightning_liger.parallel.memory import Memory
 from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
-from lightning_liger.parallel.optimizers import move_to, no_mixed_lists, replace_stale, use_fused
-from lightning_liger.parallel.shard import (
-    Sharding,
-    already_sharded,
-    foreign_parts,
-    reshard,
-    restore,
-    same_on_all_ranks,
-    shard,
-)
-from lightning_liger.precision import DTypes, dtypes_for, dtypes_of, precision_class, store_parameters
+from lightning_liger.parallel.optimizers import move_to
+from lightning_liger.parallel.shard import already_sharded, foreign_parts, restore, same_on_all_ranks, shard
+from lightning_liger.parallel.stepping import Stepping
+from lightning_liger.precision import DTypes, PolicyPrecision, store_parameters
+from lightning_liger.trainers import evaluate_without_inference_mode, keep_the_order_of_data, liger_callback
 from lightning_liger.trees import installed_trees
 
 if TYPE_CHECKING:
@@ -46,7 +37,7 @@ else:
 _TREES = {"lightning.pytorch": "LigerFSDPStrategy", "pytorch_lightning": "LigerFSDPStrategyPL"}
 
 
-class _LigerFSDP(Checkpointing, Memory, _Base):
+class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
     """Shards any LightningModule over all ranks, with fp32 master weights and bf16 compute.
 
     Blocks are found, the LightningModule itself is the root, and every rank trains on data of its own. Without a
@@ -95,7 +86,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
     ) -> None:
         if replicate_size != "nodes" and (not isinstance(replicate_size, int) or replicate_size < 1):
             raise ValueError(f"replicate_size={replicate_size!r}: expected a positive integer or 'nodes'.")
-        self._bf16 = bf16
+        self.init_precision(_tree_of(self), bf16)
         super().__init__(
             save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
@@ -105,40 +96,16 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         self.init_memory(activation_checkpointing, reshard_after_forward, weights, prefetch, gather_in_evaluation)
         self._replicate_size = replicate_size
         self._offload = offload
-        self._sharding = Sharding()
-        self._unsharded_gradients: UnshardedGradients | None = None
         self._watch: FailureWatch | None = None
-        self._inside_manual_step = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for a Trainer of {_tree_of(self)}; strategy='liger_fsdp' fits any Trainer>"
-
-    @property
-    def _root(self) -> Any:
-        return self.lightning_module
 
     @property
     def _device_kind(self) -> Any:
         return self.accelerator
 
     # -- when the Trainer is made ------------------------------------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> Any:
-        plugin = self._precision_plugin
-        return plugin if plugin is not None else self._plugin_for(dtypes_for("32-true", bf16=self._bf16))
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        # Lightning chooses its own plugin from Trainer(precision=...) after the strategy has been made
-        if plugin is None or hasattr(plugin, "liger_dtypes"):
-            self._precision_plugin = plugin
-        else:
-            self._precision_plugin = self._plugin_for(dtypes_of(plugin, bf16=self._bf16))
-
-    def _plugin_for(self, dtypes: DTypes) -> Any:
-        base = importlib.import_module(f"{_tree_of(self)}.plugins.precision").Precision
-        return precision_class(base)(dtypes)
 
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
@@ -169,8 +136,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         if self.world_size > 1:
             self._watch = FailureWatch()
         else:
-            # one rank has all of the data: it is read in the order that its author chose
-            trainer._accelerator_connector.use_distributed_sampler = False
+            keep_the_order_of_data(trainer)
         self.check_checkpointing(trainer)
         liger_callback(trainer)
 
@@ -182,7 +148,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
     def setup(self, trainer: Any) -> None:
         """The module is complete, and accelerated by the callback; no optimizer has been made."""
         self._device_kind.setup(trainer)
-        _no_inference_mode(trainer)
+        evaluate_without_inference_mode(trainer)
         module: nn.Module = self._root
         before = [(weakref.ref(p), name) for name, p in module.named_parameters()]
         self._shard(module)
@@ -190,7 +156,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            self._finish_optimizers(before)
+            self.finish_optimizers(before)
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> None:
@@ -208,7 +174,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
             values.fill(part, device)
             same_on_all_ranks(part, device)
 
-        self._sharding = already_sharded(module, root_policy, self._offload) or shard(
+        sharding = already_sharded(module, root_policy, self._offload) or shard(
             module,
             find_blocks(module, lazy_heads(module)),
             mesh,
@@ -219,61 +185,14 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
             reshard_after_forward=self._reshard_after_forward is not False,
             offload=self._offload,
         )
-        data = self.device_mesh["data_parallel"].get_group()
-        self._unsharded_gradients = UnshardedGradients(self._sharding.whole.values(), data)
+        self.begin_stepping(sharding, self.device_mesh["data_parallel"].get_group())
         values.fill_sharded(module, device)
-        self.finish_memory(module, self._sharding, device, report, callback.settings.verbose)
-        report.sharding = audit(module, self._sharding, mesh)
+        self.finish_memory(module, sharding, device, report, callback.settings.verbose)
+        report.sharding = audit(module, sharding, mesh)
         if dtypes.notice:
             report.note(dtypes.notice)
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        reshard(self._root)
-        super().setup_optimizers(trainer)
-
-    def _finish_optimizers(self, before: list[tuple[weakref.ref[nn.Parameter], str]]) -> None:
-        named = dict(self._root.named_parameters())
-        current = {id(p): named[name] for reference, name in before if (p := reference()) is not None and name in named}
-        replace_stale(self.optimizers, current)
-        for optimizer in self.optimizers:
-            use_fused(optimizer)
-            no_mixed_lists(optimizer)
-            # what is gathered when an optimizer steps holds the values of before
-            optimizer.register_step_post_hook(lambda *_: self._refresh())
-
-    # -- training ----------------------------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        reshard(self._root)
-        check_managed(self._root, self._sharding)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._root.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        self._inside_manual_step = True
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            self._inside_manual_step = False
-            reshard(self._root)
-
-    def _refresh(self) -> None:
-        """Let go of gathered parameters; the module's own are gathered again for what follows in a manual step."""
-        reshard(self._root)
-        if self._inside_manual_step and self._root._parameters and self._sharding.entry is not None:
-            self._sharding.entry.gather()
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        reduce_after_backward(self._root, closure_loss)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        if self._inside_manual_step:
-            self._refresh()
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with no_gradient_sync(self._root, self._unsharded_gradients):
-            yield
+            if not callback.settings.verbose:
+                rank_zero_info(dtypes.notice)  # whoever wants no report is still told
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -285,8 +204,7 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
     def teardown(self) -> None:
         if self._watch is not None:
             self._watch.stop()
-        if self._unsharded_gradients is not None:
-            self._unsharded_gradients.remove()
+        self.end_stepping()
         super().teardown()
         if self.world_size == 1:
             # Nothing has to be gathered. On several ranks the module stays sharded, for what this Trainer does next.
@@ -304,26 +222,6 @@ class _LigerFSDP(Checkpointing, Memory, _Base):
         self._root.cpu()
         for optimizer in self.optimizers:
             move_to(optimizer, replaced)
-
-
-def liger_callback(trainer: Any) -> Any:
-    """The Trainer's :class:`LigerCallback`; one with default settings joins it if there is none.
-
-    Kernels, head and padding removal come with the strategy; a callback of the user's has the say over them.
-    """
-    from lightning_liger.callback import LigerCallback
-
-    for callback in trainer.callbacks:
-        if isinstance(callback, LigerCallback):
-            return callback
-    trainer.callbacks.insert(0, LigerCallback())
-    return trainer.callbacks[0]
-
-
-def _no_inference_mode(trainer: Any) -> None:
-    """Parameters gathered under inference mode cannot be trained afterwards; ``no_grad`` saves as much memory."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop.inference_mode = False
 
 
 def _tree_of(strategy: Any) -> str:

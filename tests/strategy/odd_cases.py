@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import modules
@@ -143,3 +144,15 @@ def hybrid_sharding_with_whole_copies() -> None:
     assert (report["copies"], report["ranks"]) == (WORLD, 1)
     gc.collect()
     say("hybrid_sharding_with_whole_copies")
+
+
+@case
+def sharded_modules_can_be_freed() -> None:
+    module = modules.InInit()
+    references = [weakref.ref(module), weakref.ref(module.model.model.layers[0])]
+    run = train(module, WORLD, "liger_fsdp", [])
+    references.append(weakref.ref(run.trainer))
+    del module, run
+    gc.collect()
+    assert [r() for r in references] == [None] * 3, [gc.get_referrers(r()) for r in references if r() is not None]
+    say("sharded_modules_can_be_freed")
