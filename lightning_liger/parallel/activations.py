@@ -8,7 +8,7 @@ on ``meta``, or is none of transformers', its linear layers are added up instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_liger.kernels.mlps import GatedMLPBinding
+from lightning_liger.kernels.norms import NormBinding
+from lightning_liger.kernels.registry import KernelBinding
 from lightning_liger.parallel.initialize import meta_twin
 from lightning_liger.parallel.recompute import is_product
 from lightning_liger.patching import Rebound
@@ -63,8 +66,8 @@ def count_activations(
     """Count for a call of ``backbone`` with token ids of ``shape``.
 
     Attention is counted as fused kernels keep it: queries, keys, values, output, one fp32 number for each row and head;
-    for padded batches of models that attend eagerly, as it is. Triton kernels for norms and MLPs keep less than what is
-    counted here.
+    for padded batches of models that attend eagerly, as it is. Triton kernels of norms and gated MLPs that are bound to
+    the model's layers are counted as what they keep; those of other layers as the layers they replace.
 
     Args:
         backbone: a transformers model without head, sharded or not.
@@ -111,8 +114,10 @@ def _run(backbone: Any, blocks: Sequence[nn.Module], shape: tuple[int, int], dty
     twin: Any
     twin, counterparts = meta_twin(backbone)
     for module in twin.modules():
-        for name in [n for n, v in vars(module).items() if isinstance(v, Rebound)]:
+        for name, bound in [(n, v) for n, v in vars(module).items() if isinstance(v, Rebound)]:
             del vars(module)[name]
+            if name == "forward" and (kernel := _kernel_shapes(bound, module)) is not None:
+                vars(module)[name] = kernel
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
         for name, p in module._parameters.items():
@@ -179,6 +184,41 @@ class _Count(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+class _Kept(torch.autograd.Function):
+    """A kernel that gives a tensor like the first one it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
+        return torch.empty_like(kept[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _kernel_shapes(bound: Any, twin: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """What stands for a module's Triton kernel: norms keep their input, gated MLPs gate and up."""
+    while isinstance(bound, Rebound) and not isinstance(bound, KernelBinding):
+        bound = bound.previous
+    if isinstance(bound, NormBinding):
+        return lambda x: _Kept.apply(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+    if not isinstance(bound, GatedMLPBinding):
+        return None
+    layers: Any = twin._modules
+    spec = bound.spec
+
+    def gated(x: Tensor) -> Tensor:
+        if spec.gate == spec.up:
+            both = layers[spec.gate](x)
+            gate, up = (t.contiguous() for t in both.chunk(2, dim=-1))
+        else:
+            gate, up = layers[spec.gate](x), layers[spec.up](x)
+        return layers[spec.down](_Kept.apply(gate, up))
+
+    return gated
 
 
 class _Attention(torch.autograd.Function):

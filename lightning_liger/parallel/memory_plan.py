@@ -148,7 +148,7 @@ class MemoryPlan:
         for factor in (2, 4, 8, 16):
             fewer = self._with_fewer_tokens(factor)
             if fewer.fits:
-                made.append((f"batches of {fewer.tokens:,} tokens per rank (a {factor}th, accumulated)", fewer))
+                made.append((f"batches of {fewer.tokens:,} tokens per rank (1/{factor} of these, accumulated)", fewer))
                 break
         return made
 

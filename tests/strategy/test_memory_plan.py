@@ -14,6 +14,9 @@ from test_recompute import KINDS, blocks_of
 from torch import Tensor
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
+from lightning_liger.kernels.mlps import GatedMLPBinding, GatedSpec
+from lightning_liger.kernels.norms import RMSNormBinding
+from lightning_liger.kernels.report import OpReport
 from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers
 from lightning_liger.parallel.memory_plan import MemoryPlan, State, optimizer_bytes, state_factor
 from lightning_liger.parallel.planning import read_batch
@@ -212,3 +215,32 @@ def test_a_plan_is_made_before_training(make: Any, capsys: pytest.CaptureFixture
     assert made["fits"] and made["tokens"] > 0 and made["activations"] > 0
     assert made["keeps_blocks"] == made["activations_counted"]
     assert "memory plan" in capsys.readouterr().out
+
+
+def test_bound_kernels_are_counted_as_what_they_keep() -> None:
+    model = causal_lm("llama")
+    plain = count_activations(model.base_model, blocks_of(model), (1, 64), torch.bfloat16)
+    for block in blocks_of(model):
+        spec = GatedSpec("silu", "gate_proj", "up_proj", "down_proj")
+        GatedMLPBinding(block.mlp, Switch(True), spec, OpReport("swiglu", ""), {}).bind()
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            RMSNormBinding(norm, Switch(True), None, OpReport("rms_norm", ""), {}).bind()
+    bound = count_activations(model.base_model, blocks_of(model), (1, 64), torch.bfloat16)
+    # silu(gate), of the intermediate width 48, and the fp32 copy of each norm's input, of width 32
+    assert bound.counted and plain.block - bound.block == 64 * (48 * 2 + 2 * 32 * 4)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("activation_checkpointing", "some"),
+        ("reshard_after_forward", "maybe"),
+        ("weights", ""),
+        ("prefetch", -1),
+        ("prefetch", True),
+        ("gather_in_evaluation", "never"),
+    ],
+)
+def test_options_that_do_not_exist(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}: expected"):
+        LigerFSDPStrategy(**{option: value})
