@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 def mesh() -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ["MASTER_PORT"] = "29637"
-    dist.init_process_group("gloo", rank=0, world_size=1)
+    # no port: one of the environment would be taken, and be found by processes that later tests start
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
