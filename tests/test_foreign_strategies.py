@@ -25,12 +25,10 @@ def test_the_head_is_not_fused_under_fsdp1() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_head_is_not_fused_under_zero_3(stage: int) -> None:
-    # DeepSpeed itself needs CUDA to be made at all
+def test_the_head_is_fused_under_zero(stage: int) -> None:
+    # DeepSpeed itself needs CUDA to be made by Lightning; tests/head/zero_worker.py runs its engine
     strategy = type("DeepSpeedStrategy", (), {"zero_stage_3": stage == 3})()
-    settings, notes = fit_to_strategy(strategy, Settings())
-    assert settings.fused_head == (stage == 2)
-    assert bool(notes) == (stage == 3)
+    assert fit_to_strategy(strategy, Settings()) == (Settings(), [])
 
 
 def test_the_reason_reaches_the_report() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_liger.head.gathering import Gathering, Hold, gathering_of
 from lightning_liger.head.lazy import Head, LazyRows
+from lightning_liger.head.partitioned import Partitioned, is_partitioned, partitioned
 from lightning_liger.head.pending import NEWCOMERS
 from lightning_liger.head.readings import Habits
 from lightning_liger.patching import Rebound, Switch
@@ -28,7 +29,7 @@ class LazyHead(Rebound):
         self.report = report
         self.backend = backend
         self.habits = Habits()
-        self._gathering: Gathering | None = None
+        self._gathering: Gathering | Partitioned | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
@@ -37,7 +38,8 @@ class LazyHead(Rebound):
         weight, bias = self.module.weight, self.module.bias
         if torch.compiler.is_compiling() or hidden.device != weight.device:
             return self.original(*args, **kwargs)
-        in_pieces = _in_pieces(self.module)
+        self.look_for_shards()
+        in_pieces = _in_pieces(self.module, self._gathering)
         if in_pieces is not None:
             self.report.refuse(in_pieces)
             return self.original(*args, **kwargs)
@@ -69,12 +71,11 @@ class LazyHead(Rebound):
 
     def look_for_shards(self) -> None:
         if self._gathering is None:
-            self._gathering = gathering_of(self.module)
+            self._gathering = gathering_of(self.module) or partitioned(self.module)
             if self._gathering is not None:
                 self._gathering.attach()
 
     def _hold(self, weight: Tensor) -> Hold | None:
-        self.look_for_shards()
         NEWCOMERS.discard(self)
         return Hold(self._gathering) if self._gathering is not None and self._gathering.gathered(weight) else None
 
@@ -112,7 +113,7 @@ def _transforming() -> bool:
     return bool(torch._C._functorch.maybe_current_level() is not None)
 
 
-def _in_pieces(module: Any) -> str | None:
+def _in_pieces(module: Any, gathering: Any) -> str | None:
     """Why the weight cannot be read again after the head's own forward; None if it can."""
     from torch.distributed.tensor import DTensor
 
@@ -121,6 +122,6 @@ def _in_pieces(module: Any) -> str | None:
     if dist.is_available() and dist.is_initialized() and not isinstance(module.weight, nn.Parameter):
         # a view of the flat parameter, which is gone after the forward
         return "FSDP1 flattens the head's weight; use FSDP2 (ModelParallelStrategy) or DDP"
-    if hasattr(module.weight, "ds_id"):
-        return "ZeRO stage 3 gives the head's weight back before the loss reads it; use stage 2, FSDP2 or DDP"
+    if is_partitioned(module) and gathering is None:
+        return "ZeRO stage 3 fetches the head's weight with a module around it (a leaf module?), not with the head"
     return None

@@ -54,8 +54,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     name = _name(func)
     first = args[0] if args else None
-    if func is T.register_hook and isinstance(first, LazyRows) and _from_torch_distributed(args, kwargs):
-        return _tell_about_backward(first, *args[1:], **kwargs)
+    if func is T.register_hook and isinstance(first, LazyRows) and _from_an_engine(args, kwargs):
+        return tell_about_backward(first, *args[1:], **kwargs)
     if func is _GRAD and isinstance(first, LazyRows):
         return None  # nobody asked to keep it
     if func in _HOOKS and given[0] and isinstance(given[0][0], LazyRows):
@@ -80,14 +80,21 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_values(func, name, *given)
 
 
-def _tell_about_backward(tensor: LazyRows, hook: Any) -> Any:
-    """FSDP prepares its backward with a hook on what a module returns: whoever reads these logits calls it."""
+def tell_about_backward(tensor: LazyRows, hook: Any) -> Any:
+    """FSDP and DeepSpeed prepare their backward with a hook on what a module returns: whoever reads these logits calls it.
+
+    As a hook of an outer module it comes before those of inner ones. Where it scales gradients (DeepSpeed, by the number
+    of accumulated batches), it must meet those of logits once.
+    """
+    scales = not _is_of(hook, "torch.distributed")
     sources = [s for s in tensor.view_.leaves() if isinstance(s, Source)]
     for source in sources:
         hold = None
         if source.head is not None:
-            source.head.hooks.append(hook)
+            source.head.hooks.insert(0, hook)
             hold = source.head.hold
+        if scales and source.head is not None:
+            continue
         if source.rows.requires_grad and (hold is None or not hold.gathering.is_alone):
             # what made the rows may be sharded together with the head, and be reached when others are done with it
             source.rows.register_hook(hook)
@@ -147,8 +154,12 @@ def _all_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return live
 
 
-def _from_torch_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _from_an_engine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
+    return isinstance(args[0], LazyRows) and _is_of(hook, ("torch.distributed", "deepspeed."))
+
+
+def _is_of(hook: Any, packages: str | tuple[str, ...]) -> bool:
     owner = getattr(hook, "__self__", None) or getattr(hook, "func", hook)
     module = getattr(type(owner) if not callable(owner) else owner, "__module__", None) or type(owner).__module__
-    return isinstance(args[0], LazyRows) and str(module).startswith("torch.distributed")
+    return str(module).startswith(packages)

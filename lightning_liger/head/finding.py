@@ -13,7 +13,7 @@ import torch.nn as nn
 _NOT_TOKENS = re.compile(r"pos|wpe|type|segment|time|layer|speaker|lang", re.IGNORECASE)
 _FEWEST_ENTRIES = 16
 # Hooks that gather weights; they change no value.
-_OUR_HOOKS = ("torch.distributed.", "lightning_liger.")
+_OUR_HOOKS = ("torch.distributed.", "deepspeed.", "lightning_liger.")
 
 
 def find_heads(module: nn.Module, named: str | None) -> tuple[list[nn.Linear], list[str]]:

@@ -14,7 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -49,10 +49,18 @@ def _groups() -> Iterator[Any]:
         yield from several if several is not None else filter(None, [getattr(state, "_fsdp_param_group", None)])
 
 
+class Kept(Protocol):
+    """Weights that are whole for as long as somebody keeps them."""
+
+    def keep(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
 class Hold:
     """Keeps the weights of one group gathered until it is dropped. Shared by all lazy tensors of one call."""
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, gathering: Kept) -> None:
         self.gathering = gathering
         gathering.keep()
 

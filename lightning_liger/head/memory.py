@@ -39,6 +39,11 @@ def detached(tensor: Tensor) -> Tensor:
     return found
 
 
+def forget_detached(tensor: Tensor) -> None:
+    """Let go of the memory that ``tensor`` has had so far."""
+    _DETACHED.pop(tensor, None)
+
+
 def _is_whole_view(a: Tensor, b: Tensor) -> bool:
     same_kind = a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and a.stride() == b.stride()
     return same_kind and share_memory(a, b) and a.storage_offset() == b.storage_offset()

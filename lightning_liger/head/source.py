@@ -30,7 +30,7 @@ class PlainSource(Protocol):
 
 
 class WeightGathering(Protocol):
-    """A group of sharded weights (``gathering.py``)."""
+    """A group of sharded weights (``gathering.py``, ``partitioned.py``)."""
 
     is_alone: bool
 
@@ -94,7 +94,10 @@ class Source:
 
     @property
     def width(self) -> int:
-        return self.rows.shape[-1] if self.head is None else self.head.weight.shape[0]
+        if self.head is None:
+            return self.rows.shape[-1]
+        weight = self.head.weight  # ZeRO stage 3 keeps the shape of a weight that is in pieces
+        return int(getattr(weight, "ds_shape", weight.shape)[0])
 
     @property
     def device(self) -> torch.device:
