@@ -9,7 +9,8 @@ three matrix products as in the plain run; for ``reduction="none"`` the chunk is
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from lightning_liger.head.chunks import row_chunks
 from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
 from lightning_liger.head.sums import WeightSum, sum_dtype
 from lightning_liger.head.tail import TailOp, tail_with_slopes
+
+Observer: TypeAlias = Callable[[Tensor, slice], None]
 
 # entries between the beginnings of two rows of logits: 128 bytes of bf16
 _ALIGNED = 64
@@ -64,13 +67,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         per_row: bool,
         dtype: torch.dtype,
         triton: bool,
+        observe: Observer | None,
     ) -> Tensor:
         wanted = tuple(ctx.needs_input_grad[:3])
         # fp16 has no room for 1/n below its smallest numbers; everywhere else scaling first saves a rounding
         first, last = (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
         want = first if any(wanted) and not per_row else None
         ctx.meta = (tail, smoothing, last, per_row, dtype, triton)
-        losses, gradients = _chunks(rows, weight, bias, target, tail, smoothing, want, dtype, wanted, triton)
+        losses, gradients = _chunks(rows, weight, bias, target, tail, smoothing, want, dtype, wanted, triton, observe)
         if per_row:
             ctx.save_for_backward(rows, weight, bias, target)
             return losses
@@ -90,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         else:
             gradients = handed_out(ctx.saved_tensors, grad * last, triton=triton)
-        return (*gradients, None, None, None, None, None, None, None)
+        return (*gradients, *(None,) * 8)
 
 
 def _chunks(
@@ -104,6 +108,7 @@ def _chunks(
     dtype: torch.dtype,
     wanted: tuple[bool, ...],
     triton: bool,
+    observe: Observer | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Losses of all rows and, when ``scale`` is given, the gradients of rows, weight and bias that are wanted."""
     n, vocab = rows.shape[0], weight.shape[0]
@@ -126,6 +131,8 @@ def _chunks(
         for part in parts:
             h = rows[part].detach().to(dtype)
             z = torch.nn.functional.linear(h, weight_c, bias_c) if logits is None else logits.of(h, weight_c, bias_c)
+            if observe is not None:
+                observe(z, part)
             row_scale = scale[part] if isinstance(scale, Tensor) else scale
             losses[part], gradient = chunk_loss(z, target[part], tail, smoothing, row_scale)
             del z
@@ -229,6 +236,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
     backend: str = "torch",
+    observe: Observer | None = None,
 ) -> Tensor:
     """Cross entropy of a linear head, chunk by chunk.
 
@@ -242,6 +250,8 @@ def linear_cross_entropy(
         dtype: dtype of the products; that of ``rows`` by default. Losses and sums are fp32 at least.
         backend: ``"torch"``; ``"triton"``: one kernel for each chunk's softmax and gradient; ``"liger"``: Liger's own
             fused linear cross entropy. The last two fall back to ``"torch"`` for tails and dtypes they do not know.
+        observe: called with each chunk's product ``(n, V)``, before the tail, and the rows that it is of. Liger shows
+            nobody its chunks.
 
     Returns:
         A scalar, or ``(N,)`` for ``"none"``, in fp32 (fp64 for fp64 rows).
@@ -256,7 +266,7 @@ def linear_cross_entropy(
     scale = 1.0 / n if reduction == "mean" and n else 1.0
     triton = backend == "triton" and dtype != torch.float64 and scale_and_cap(tail) is not None
     loss: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype, triton
+        rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype, triton, observe
     )
     # added, so that the gradients of a mean of nothing are zero, as in PyTorch
     return loss + float("nan") if reduction == "mean" and not n else loss

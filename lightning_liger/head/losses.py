@@ -14,6 +14,7 @@ from lightning_liger.head.lazy import LazyRows, View, handles
 from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
 from lightning_liger.head.means import mean_over
 from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
+from lightning_liger.head.observing import observation
 from lightning_liger.head.per_row import Program, per_row
 from lightning_liger.head.rowwise import rowwise
 from lightning_liger.head.sharing import joins_others
@@ -140,6 +141,7 @@ def _labelled(
             reduction=reduction,
             dtype=head.dtype,
             backend=head.backend,
+            observe=observation(simple, position),
         )
         simple.watch_backward(losses)
     elif reduction == "none":

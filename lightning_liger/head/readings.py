@@ -35,6 +35,7 @@ class Habits:
     def __init__(self) -> None:
         self.followers: dict[Hashable, dict[Hashable, Reading]] = {}
         self.joined: set[Hashable] = set()
+        self.observed: dict[Hashable, dict[Hashable, Reading]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Habits:
         return Habits()
@@ -122,7 +123,7 @@ def _is_torch_function(function: Any) -> bool:
     return getattr(torch, getattr(function, "__name__", ""), None) is function
 
 
-def _leaf(view: View, position: Tensor) -> tuple[View, Tensor]:
+def leaf_of(view: View, position: Tensor) -> tuple[View, Tensor]:
     """The leftmost source, and where it is read."""
     while isinstance(view.source, Mix):
         left = view.source.left
@@ -155,7 +156,7 @@ class NotedLoss:
 
 
 def readings_of(view: View, position: Tensor, first: Hashable) -> Readings:
-    leaf, at = _leaf(view, position)
+    leaf, at = leaf_of(view, position)
     head, rows = leaf.source.head, leaf.source.rows
     for known in head.readings:
         if isinstance(known, Readings) and known.are_of(rows, head.weight, at):

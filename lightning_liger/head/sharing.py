@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.head.observing import observed
 from lightning_liger.head.per_row import Program, differentiably, grouped, per_row, values, with_gradients
 from lightning_liger.head.plan import Plan, Products
 from lightning_liger.head.readings import Deposit, Loss, NotedLoss, Reading, Readings, named, readings_of
@@ -47,9 +48,18 @@ def read(
         expression = named(view)
         name = None if key is None or expression is None else (expression, what, key)
         reading = Reading(plan.evaluate, program)
+        differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        if name is not None and not differentiable:
+
+            def compute(some: Tensor) -> tuple[Tensor, ...]:
+                part = Plan(view, ordinary(position)[ordinary(some)])
+                return values(_raw(part), reading, (), grouped(part, part.inputs))
+
+            if (along := observed(view, position, name, reading, compute)) is not None:
+                return along
         readings = readings_of(view, position, None if expression is None else (expression, what))
         found = _found(readings, name, reading, plan, extras, inputs)
-        if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        if not differentiable:
             return found
         _count(readings)
         if readings.token is None:

@@ -56,12 +56,15 @@ class Case:
     def ordinary(self) -> Tensor:
         return F.linear(self.hidden, self.weight, self.bias)
 
+    def lazy_hidden(self) -> Tensor:
+        if self.mask is None:
+            return self.hidden
+        index = torch.full(self.mask.shape, -1)
+        index[self.mask] = torch.arange(int(self.mask.sum()))
+        return LazyRows.hidden(self.hidden[self.mask], index, has_pads=True, plain=self.plain)
+
     def lazy(self) -> LazyRows:
-        hidden: Tensor = self.hidden
-        if self.mask is not None:
-            index = torch.full(self.mask.shape, -1)
-            index[self.mask] = torch.arange(int(self.mask.sum()))
-            hidden = LazyRows.hidden(self.hidden[self.mask], index, has_pads=True, plain=self.plain)
+        hidden = self.lazy_hidden()
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self.hidden.dtype
         return LazyRows.logits(hidden, Head(self.weight, self.bias, dtype, "torch", self.report))
 
