@@ -108,6 +108,7 @@ def train(stage: int, kind: str, loss: Callable[..., Tensor], ours: bool, early:
     if handle is not None:
         assert handle.report.head.fused_calls > 0, handle.report.head.off
         assert loss is computed_in_full or not handle.report.head.materialised_by, handle.report.head.materialised_by
+        assert handle.report.to_dict()["padding_free"]["packed_calls"] > 0
         handle.revert()
         left = [f for m in model.modules() for f in vars(m).values() if "lightning_liger" in type(f).__module__]
         assert not left, left
