@@ -13,6 +13,7 @@ from tqdm import tqdm
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.data.cost import cost_of
+from lightning_liger.data.out_of_memory import explained
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
 from lightning_liger.head.pending import settle_pending
@@ -59,7 +60,7 @@ class LigerCallback(_Base):
         attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
         kernels: ``"auto"``, True, False, or these by op: ``{"rope": False}``; ops left out are ``"auto"``.
-        max_tokens_per_batch: Tokens per training batch, instead of a number of samples.
+        max_tokens_per_batch: Tokens per training batch, instead of a number of samples; ``"auto"``; ``"keep_samples"``.
         length_fn: Tokens of a dataset sample.
         overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
         loss_normalization: ``"batch"`` or ``"tokens"``.
@@ -82,7 +83,7 @@ class LigerCallback(_Base):
         attention: str = "auto",
         head_backend: str = "auto",
         kernels: bool | str | Mapping[str, bool | str] = "auto",
-        max_tokens_per_batch: int | None = None,
+        max_tokens_per_batch: int | str | None = None,
         length_fn: Callable[[Any], int] | None = None,
         overlong: str = "error",
         loss_normalization: str = "batch",
@@ -110,7 +111,6 @@ class LigerCallback(_Base):
         self._batches: TokenBatches | None = None
         self._weights: TokenWeights | None = None
         self._batching = BatchingReport()
-        self._progress: dict[str, Any] | None = None
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._first_batch = True
         self._logged = False
@@ -146,6 +146,7 @@ class LigerCallback(_Base):
     def _batch_by_tokens(self, trainer: Any, pl_module: Any) -> None:
         settings, strategy = self.settings, trainer.strategy
         assert settings.max_tokens_per_batch is not None
+        self._batching = BatchingReport()
         batches = TokenBatches(
             settings.max_tokens_per_batch,
             settings.length_fn,
@@ -153,16 +154,16 @@ class LigerCallback(_Base):
             functools.partial(cost_of, pl_module),
             self._batching,
         )
-        if self._progress is not None:
-            batches.load_state_dict(self._progress)
         self._batches = batches
         process_dataloader = strategy.process_dataloader
 
         def process(loader: Any) -> Any:
             loader = process_dataloader(loader)
-            return batches.rebuild(loader, strategy, trainer.current_epoch) if trainer.training else loader
+            return batches.rebuild(loader, trainer) if trainer.training else loader
 
         self._wrap(strategy, "process_dataloader", process)
+        for name in ("training_step", "backward", "optimizer_step"):
+            self._wrap(strategy, name, explained(getattr(strategy, name), batches.describe_batch))
 
     def _weigh_tokens(self, trainer: Any) -> None:
         check_weighable(trainer)
@@ -278,9 +279,9 @@ class LigerCallback(_Base):
             checkpoint[_TOKEN_BATCHES] = self._batches.state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._progress = checkpoint.get(_TOKEN_BATCHES)
-        if self._progress is not None and self._batches is not None:
-            self._batches.load_state_dict(self._progress)
+        progress = checkpoint.get(_TOKEN_BATCHES)
+        if progress is not None and self._batches is not None and trainer.state.fn == "fit":
+            self._batches.load_state_dict(progress)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

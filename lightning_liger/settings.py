@@ -11,6 +11,7 @@ from lightning_liger.kernels.options import check_choice
 
 _ATTENTION = ("auto", "fa4", "fa3", "fa2", "varlen", "flex", "sdpa")
 _HEAD_BACKENDS = ("auto", "torch", "triton", "liger")
+_BUDGETS = ("auto", "keep_samples")
 _OVERLONG = ("error", "truncate", "skip", "own_batch")
 
 
@@ -37,7 +38,9 @@ class Settings:
             hidden size 2048 and up; ``True``: wherever Triton runs; ``False``: never. A mapping decides op by op, with
             the same three values: ``{"rms_norm": True, "rope": False}``; an op that it leaves out is ``"auto"``.
         max_tokens_per_batch: Fill training batches up to this many tokens instead of a fixed number of samples: every
-            rank gets as many batches, each full and of like cost within a step. None keeps the loader's batches.
+            rank gets as many batches, each full and of like cost within a step. ``"auto"``: the largest number that
+            fits into the device's memory. ``"keep_samples"``: steps hold as many samples, on average, as the loader's
+            own, in batches of like cost. None keeps the loader's batches.
         length_fn: Tokens of a dataset sample, when ``max_tokens_per_batch`` cannot find them by itself.
         overlong: What becomes of samples of more than ``max_tokens_per_batch`` tokens: ``"error"``, ``"truncate"``,
             ``"skip"`` or ``"own_batch"``.
@@ -57,7 +60,7 @@ class Settings:
     attention: str = "auto"
     head_backend: str = "auto"
     kernels: bool | str | Mapping[str, bool | str] = "auto"
-    max_tokens_per_batch: int | None = None
+    max_tokens_per_batch: int | str | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: str = "error"
     loss_normalization: str = "batch"
@@ -77,13 +80,21 @@ class Settings:
             raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")
         _one_of("overlong", self.overlong, _OVERLONG)
         budget = self.max_tokens_per_batch
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-            raise ValueError(f"max_tokens_per_batch={budget!r}: expected a positive number of tokens, such as 16384.")
+        if budget not in (None, *_BUDGETS) and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+            raise ValueError(
+                f"max_tokens_per_batch={budget!r}: expected a positive number of tokens, such as 16384, 'auto' or "
+                "'keep_samples'."
+            )
         if self.length_fn is not None and not callable(self.length_fn):
             raise ValueError(f"length_fn={self.length_fn!r}: expected a function from a dataset sample to its tokens.")
         for name, default in (("length_fn", None), ("overlong", "error")):
             if budget is None and getattr(self, name) != default:
                 raise ValueError(f"{name}=... is about batches by tokens, but max_tokens_per_batch is not given.")
+        if isinstance(budget, str) and self.overlong != "error":
+            raise ValueError(
+                f"overlong={self.overlong!r} is about samples over a given number of tokens, and "
+                f"max_tokens_per_batch={budget!r} finds a number that every sample fits into."
+            )
         if self.head is not None and (not isinstance(self.head, str) or not self.head):
             raise ValueError(
                 f"head={self.head!r}: expected the path of an nn.Linear inside the module, such as 'model.lm_head'."

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.data.batching import data_parallel
+from lightning_liger.data.ranks import data_parallel
 from lightning_liger.head.means import labels_of
 
 # A power of two, so that it costs no rounding: gradients keep about their size until they are divided.

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_liger.data.budget import choose_share
 from lightning_liger.data.lengths import sample_lengths
-from lightning_liger.data.order import epoch_order
+from lightning_liger.data.order import Order, epoch_order, shared_by_ranks
+from lightning_liger.data.out_of_memory import advice
 from lightning_liger.data.planner import Cost, Ints
+from lightning_liger.data.ranks import data_parallel, from_first_rank, random_seed
+from lightning_liger.data.rebuilt import Truncating, with_batch_sampler
 from lightning_liger.data.report import BatchingReport
-from lightning_liger.data.sampler import Place, Share, TokenBatchSampler
+from lightning_liger.data.sampler import Place, TokenBatchSampler
 from lightning_liger.data.stream import AgreeingLoader, packed_stream
-
-OVERLONG = ("error", "truncate", "skip", "own_batch")
 
 
 class TokenBatches:
     """Rebuilds training loaders, and tells their samplers where training is.
 
     Args:
-        budget: tokens per batch and rank.
+        budget: tokens per batch and rank, ``"auto"`` or ``"keep_samples"``: see :mod:`lightning_liger.data.budget`.
         length_fn: from a dataset sample to its tokens, see :func:`sample_lengths`.
-        overlong: what becomes of samples of more than ``budget`` tokens: see :data:`OVERLONG`.
+        overlong: what becomes of samples of more than ``budget`` tokens.
         cost: what is balanced between ranks.
         report: is filled in.
     """
 
     def __init__(
         self,
-        budget: int,
+        budget: int | str,
         length_fn: Callable[[Any], int] | None,
         overlong: str,
         cost: Callable[[], Cost],
@@ -47,7 +46,8 @@ class TokenBatches:
         self._length_fn = length_fn
         self._overlong = overlong
         self._cost = cost
-        self._place = Place(0, 0)
+        self._seed: int | None = None
+        self._place: Place | None = None
         self._samplers: list[TokenBatchSampler] = []
         self._told: list[int] = []  # lengths that Lightning knows
         self._resuming: list[dict[str, Any]] = []
@@ -55,7 +55,7 @@ class TokenBatches:
 
     # -- loaders ---------------------------------------------------------------------------------------------------
 
-    def rebuild(self, loader: Any, strategy: Any, epoch: int) -> Any:
+    def rebuild(self, loader: Any, trainer: Any) -> Any:
         """The training loader with batches by token count; anything that is no ``DataLoader`` stays as it is.
 
         Raises:
@@ -66,41 +66,65 @@ class TokenBatches:
             return loader
         if isinstance(loader.dataset, IterableDataset):
             return self._stream(loader)
-        before = len(loader)
-        # not two ranks may plan differently, whatever their generators or disks hold
-        seed = strategy.broadcast(_seed())
-        lengths = strategy.broadcast(self._lengths(loader) if strategy.is_global_zero else None)
+        strategy = trainer.strategy
         ranks, rank = data_parallel(strategy)
+        if loader.batch_sampler is not None and ranks > 1 and not shared_by_ranks(loader):
+            raise ValueError(
+                "max_tokens_per_batch divides one dataset among ranks, but with use_distributed_sampler=False and a "
+                f"{type(loader.sampler).__name__} every rank reads a loader of its own. Let Lightning divide it, give the "
+                "loader a DistributedSampler, or leave max_tokens_per_batch out."
+            )
+        before = len(loader)
+        if self._seed is None:
+            # not two ranks may plan differently, whatever their generators or disks hold
+            self._seed = from_first_rank(strategy, random_seed)
+        lengths: Ints = from_first_rank(strategy, lambda: sample_lengths(loader, self._length_fn, show_progress=True))
+        order = epoch_order(loader, self._seed)
+        if self._place is None:
+            self._place = Place(trainer.current_epoch, 0)
+        drawn = order.draw(order.seed, self._place.epoch)
+        share = choose_share(self.budget, lengths, len(drawn), before, ranks, loader, trainer, self.report)
+        self._check_overlong(lengths, share.budget)
         sampler = TokenBatchSampler(
-            self._without_overlong(epoch_order(loader, seed), lengths),
+            self._without_overlong(order, lengths, share.budget),
             lengths,
-            Share(ranks, self.budget),
+            share,
             rank=rank,
-            seed=seed,
             cost=self._cost(),
+            one_epoch=trainer.overfit_batches > 0,
         )
         self._samplers.append(sampler)
-        self._place = Place(epoch, 0)
+        # Lightning may ask for loaders twice before it trains
+        self._resumed_late |= len(self._samplers) > len(self._resuming) > 0
         sampler.seek(self._place)
         self._resume()
-        made = _with_batch_sampler(loader, sampler)
+        made = with_batch_sampler(loader, sampler)
         if self._overlong == "truncate" and self.report.overlong:
-            made.collate_fn = Truncating(loader.collate_fn, self.budget)
+            made.collate_fn = Truncating(loader.collate_fn, share.budget)
         self._told.append(len(sampler))
-        self.report.budget, self.report.samples = self.budget, len(lengths)
-        self.report.steps_before, self.report.steps = before, sampler.steps(self._place.epoch)
-        self.report.overlong_are = {"truncate": "are cut", "skip": "are left out"}.get(
+        self._note(sampler, lengths, before)
+        return made
+
+    def _note(self, sampler: TokenBatchSampler, lengths: Ints, before: int) -> None:
+        report, share = self.report, sampler.share
+        report.budget, report.samples = share.budget, len(lengths)
+        report.steps_before, report.steps = before, len(sampler)
+        tokens = int(np.minimum(lengths, share.budget).sum())
+        report.fill = tokens / (len(sampler) * share.ranks * share.budget)
+        report.overlong_are = {"truncate": "are cut", "skip": "are left out"}.get(
             self._overlong, "are batches of their own"
         )
-        tokens = int(np.minimum(lengths, self.budget).sum())
-        self.report.fill = tokens / (len(sampler) * ranks * self.budget)
-        return made
 
     def _stream(self, loader: DataLoader[Any]) -> AgreeingLoader:
         if loader.batch_size is None:
             raise ValueError(
                 "max_tokens_per_batch needs single samples, and this stream makes its own batches "
                 "(DataLoader(batch_size=None)). Let it yield samples, or leave max_tokens_per_batch out."
+            )
+        if not isinstance(self.budget, int):
+            raise ValueError(
+                f"max_tokens_per_batch={self.budget!r} needs the lengths of all samples, and a stream "
+                f"({type(loader.dataset).__name__}) has no length. Give a number of tokens, such as 16384."
             )
         self.report.streams += 1
         self.report.budget = self.budget
@@ -110,27 +134,25 @@ class TokenBatches:
             loader.collate_fn = Truncating(loader.collate_fn, self.budget)
         return packed_stream(loader, self.budget, self._length_fn, overlong)
 
-    def _lengths(self, loader: DataLoader[Any]) -> Ints:
-        lengths = sample_lengths(loader, self._length_fn, show_progress=True)
-        over = np.flatnonzero(lengths > self.budget)
-        self.report.overlong = len(over)
-        if len(over) and self._overlong == "error":
+    def _check_overlong(self, lengths: Ints, budget: int) -> None:
+        over = int((lengths > budget).sum())
+        self.report.overlong = over
+        if over and self._overlong == "error":
             raise ValueError(
-                f"{len(over):,} of {len(lengths):,} samples have more tokens than max_tokens_per_batch={self.budget:,} "
+                f"{over:,} of {len(lengths):,} samples have more tokens than max_tokens_per_batch={budget:,} "
                 f"(the longest is sample {int(lengths.argmax())} with {int(lengths.max()):,}). Raise the budget, "
                 "shorten the samples, or choose overlong='truncate', 'skip' or 'own_batch'."
             )
-        return lengths
 
-    def _without_overlong(self, order: Callable[[int], Ints], lengths: Ints) -> Callable[[int], Ints]:
-        if self._overlong != "skip" or lengths.max() <= self.budget:
+    def _without_overlong(self, order: Order, lengths: Ints, budget: int) -> Order:
+        if self._overlong != "skip" or lengths.max() <= budget:
             return order
 
-        def shorter(epoch: int) -> Ints:
-            indices = order(epoch)
-            return indices[lengths[indices] <= self.budget]
+        def shorter(seed: int, epoch: int) -> Ints:
+            indices = order.draw(seed, epoch)
+            return indices[lengths[indices] <= budget]
 
-        return shorter
+        return replace(order, draw=shorter)
 
     # -- keeping step ----------------------------------------------------------------------------------------------
 
@@ -140,54 +162,84 @@ class TokenBatches:
         Epochs are counted here by what was drawn: to Lightning, one that ``max_steps`` cut short is over, although a
         resumed training goes on in its middle.
         """
+        if self._place is None:
+            return
         if self._place.steps and not trainer.fit_loop.epoch_loop.restarting:
             self._place = Place(self._place.epoch + 1, 0)
         self._forget_replaced(trainer.fit_loop)
-        for sampler in self._samplers:
-            sampler.seek(self._place)
-        self._tell_steps(trainer.fit_loop)
+        self._seek(trainer)
+        self._tell_steps(trainer)
 
     def begin_training(self, trainer: Any) -> None:
         """Make the iterator anew if it was made before the checkpoint was read (``estimated_stepping_batches``)."""
-        if self._resumed_late:
+        self._forget_replaced(trainer.fit_loop)
+        over = self._place is not None and any(self._place.steps >= len(s) for s in self._samplers)
+        if self._resumed_late or (over and not _cycled(trainer)):
             self._resumed_late = False
-            self._tell_steps(trainer.fit_loop)
-            for sampler in self._samplers:
-                sampler.seek(self._place)
+            self._resume()
+            self._tell_steps(trainer)
+            self._seek(trainer)
             trainer.fit_loop._load_combined_loader_states()
             iter(trainer.fit_loop._data_fetcher)
 
     def end_batch(self, trainer: Any) -> None:
-        epoch, done = self._place.epoch, self._place.steps + 1
-        self._place = Place(epoch + 1, 0) if done >= trainer.num_training_batches else Place(epoch, done)
+        self._resuming = []  # loaders that are asked for anew begin an epoch
+        if self._place is not None:
+            epoch, done = self._place.epoch, self._place.steps + 1
+            self._place = Place(epoch + 1, 0) if done >= trainer.num_training_batches else Place(epoch, done)
+
+    def describe_batch(self) -> str:
+        """For a batch that does not fit into memory."""
+        batches = [] if self._place is None else [sampler.tokens(self._place) for sampler in self._samplers]
+        longest = max((sampler.longest for sampler in self._samplers), default=0)
+        return advice(batches, self.report.budget, longest)
+
+    def _seek(self, trainer: Any) -> None:
+        if self._place is not None:
+            for sampler in self._samplers:
+                sampler.seek(self._place, cycled=_cycled(trainer))
 
     def _forget_replaced(self, fit_loop: Any) -> None:
         """Samplers of loaders that Lightning has asked for anew (``reload_dataloaders_every_n_epochs``)."""
+        if fit_loop._combined_loader is None:
+            return
         live = {id(getattr(loader, "batch_sampler", None)) for loader in fit_loop._combined_loader.flattened}
         kept = [(s, n) for s, n in zip(self._samplers, self._told, strict=True) if id(s) in live]
         self._samplers, self._told = [s for s, _ in kept], [n for _, n in kept]
 
-    def _tell_steps(self, fit_loop: Any) -> None:
+    def _tell_steps(self, trainer: Any) -> None:
         """Lightning asks for lengths once; a sampler with replacement, or other ranks after a resume, change them."""
+        fit_loop = trainer.fit_loop
         loaders = fit_loop._combined_loader
         if loaders is None or all(len(s) == n for s, n in zip(self._samplers, self._told, strict=False)):
             return
-        old, self._told = self._told, [len(s) for s in self._samplers]
-        given = dict(zip(map(id, self._samplers), zip(old, self._told, strict=True), strict=True))
+        self._told = [len(s) for s in self._samplers]
+        steps = dict(zip(map(id, self._samplers), self._told, strict=True))
+        limit = trainer.limit_train_batches
         limits = []
-        for loader, limit in zip(loaders.flattened, loaders.limits, strict=True):
-            was, now = given.get(id(getattr(loader, "batch_sampler", None)), (None, None))
-            limits.append(now if limit == was else limit)
+        for loader, old in zip(loaders.flattened, loaders.limits, strict=True):
+            length = steps.get(id(getattr(loader, "batch_sampler", None)))
+            limits.append(
+                old if length is None else min(limit, length) if isinstance(limit, int) else int(limit * length)
+            )
         loaders.limits = limits
-        # the iterator that is there still has the old limits
-        fit_loop.max_batches = len(type(loaders._iterator)(loaders.flattened, limits))
+        # the iterator that is there still has the old limits; not len(), which takes no infinity
+        fit_loop.max_batches = type(loaders._iterator)(loaders.flattened, limits).__len__()
+        every = trainer.val_check_interval
+        if isinstance(every, float) and trainer.val_check_batch not in (None, float("inf")):
+            trainer.val_check_batch = max(1, int(fit_loop.max_batches * every))
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"progress": [sampler.progress(self._place) for sampler in self._samplers]}
+        place = self._place
+        return {
+            "seed": self._seed,
+            "progress": [] if place is None else [sampler.progress(place) for sampler in self._samplers],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seed = state["seed"]
         self._resuming = state["progress"]
         self._resumed_late = bool(self._samplers)
         self._resume()
@@ -199,52 +251,6 @@ class TokenBatches:
             self._place = sampler.place
 
 
-class Truncating:
-    """A collate function that cuts a sample of more than ``budget`` tokens; it is alone in its batch."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], budget: int) -> None:
-        self.collate = collate
-        self.budget = budget
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = self.collate(samples)
-        if len(samples) > 1:
-            return batch
-        widths = {t.shape[1] for t in tree_leaves(batch) if _is_token_row(t)}
-        if len(widths) != 1 or max(widths) <= self.budget:
-            return batch
-        (width,) = widths
-        cut = lambda t: t[:, : self.budget] if _is_token_row(t) and t.shape[1] == width else t  # noqa: E731
-        return tree_map(cut, batch)
-
-
-def _is_token_row(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() >= 2 and len(value) == 1
-
-
-def _with_batch_sampler(loader: DataLoader[Any], sampler: TokenBatchSampler) -> DataLoader[Any]:
-    """A copy that shares all else; whatever arguments the loader's own class was made with."""
-    made = copy.copy(loader)
-    for name, value in (
-        ("batch_sampler", sampler),
-        ("batch_size", None),
-        ("drop_last", False),
-        ("sampler", sampler.sampler),
-    ):
-        object.__setattr__(made, name, value)  # DataLoader lets nobody but its constructor do so
-    if not hasattr(made, "state_dict"):
-        # what Lightning looks for before it warns that a resumed epoch starts over
-        made.state_dict = sampler.state_dict
-        made.load_state_dict = sampler.load_state_dict
-    return made
-
-
-def data_parallel(strategy: Any) -> tuple[int, int]:
-    """Number of ranks with data of their own, and which one this is."""
-    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-    return kwargs["num_replicas"], kwargs["rank"]
-
-
-def _seed() -> int:
-    given = os.environ.get("PL_GLOBAL_SEED")
-    return int(given) if given is not None else torch.initial_seed() % 2**31
+def _cycled(trainer: Any) -> bool:
+    """Whether a loader that ends before others begins again."""
+    return bool(trainer.fit_loop._combined_loader._mode == "max_size_cycle")

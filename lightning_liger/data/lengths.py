@@ -1,8 +1,9 @@
 """How many tokens each sample of a dataset has, as the model will see it; measured once and kept on disk.
 
-In this order: the user's ``length_fn``; a column or attribute of lengths; a token column of a Hugging Face dataset;
-else every sample goes through the user's own ``collate_fn`` alone, in the loader's own workers, and its tokens are
-counted: whatever tokenising, truncating or templating happens there is in the count.
+In this order: the user's ``length_fn``; a column or attribute of lengths, or a token column of a Hugging Face dataset,
+if some samples, measured, are as long as it says; else every sample goes through the user's own ``collate_fn`` alone,
+in the loader's own workers, and its tokens are counted: whatever tokenising, truncating or templating happens there is
+in the count.
 """
 
 from __future__ import annotations
@@ -10,27 +11,21 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from lightning_liger.data.counting import LENGTH_COLUMNS, NoLength, count_tokens
 from lightning_liger.data.planner import Ints
+from lightning_liger.data.randomness import random_numbers_untouched
 
-LENGTH_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count")
 _CHUNK = 64
 _SAMPLED = 64
-
-
-class NoLength(ValueError):
-    """The number of tokens of a sample cannot be told."""
 
 
 def sample_lengths(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None, *, show_progress: bool) -> Ints:
@@ -66,9 +61,11 @@ def _recorded(loader: DataLoader[Any]) -> Ints | None:
         values = _column(dataset, name)
         if values is not None and len(values) == len(dataset):
             try:
-                return np.asarray(values, dtype=np.int64)
+                lengths = np.asarray(values, dtype=np.int64)
             except (TypeError, ValueError):
                 continue  # a column of that name which holds something else
+            if lengths.shape == (len(dataset),) and _agrees(lengths, loader, None):
+                return lengths
     return _token_column(loader)
 
 
@@ -98,11 +95,14 @@ def _token_column(loader: DataLoader[Any]) -> Ints | None:
 
 
 def _agrees(lengths: Ints, loader: DataLoader[Any], length_fn: Callable[[Any], int] | None) -> bool:
-    """Whether some samples, measured now, are as long as ``lengths`` says."""
+    """Whether some samples, measured now, are as long as ``lengths`` says; samples that hold no tokens cannot disagree."""
     some = _evenly(len(lengths))
     dataset: Any = loader.dataset
-    with _random_numbers_untouched():
-        return _Counting(loader.collate_fn, length_fn)([dataset[i] for i in some]) == lengths[some].tolist()
+    with random_numbers_untouched():
+        try:
+            return _Counting(loader.collate_fn, length_fn)([dataset[i] for i in some]) == lengths[some].tolist()
+        except NoLength:
+            return True
 
 
 def _evenly(count: int) -> list[int]:
@@ -125,7 +125,7 @@ def _measure(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None, sh
     found: list[int] = []
     # a dataset or a collate function that draws random numbers must not change what training draws
     with (
-        _random_numbers_untouched(),
+        random_numbers_untouched(),
         tqdm(
             total=len(loader.dataset),  # type: ignore[arg-type]
             desc="measuring lengths",
@@ -139,17 +139,6 @@ def _measure(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None, sh
     return np.asarray(found, dtype=np.int64)
 
 
-@contextmanager
-def _random_numbers_untouched() -> Iterator[None]:
-    python, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy_state)
-
-
 class _Counting:
     """A collate function that answers with the number of tokens of each sample; picklable for spawned workers."""
 
@@ -159,52 +148,6 @@ class _Counting:
 
     def __call__(self, samples: list[Any]) -> list[int]:
         return [count_tokens(sample, self.collate, self.length_fn) for sample in samples]
-
-
-def count_tokens(sample: Any, collate: Callable[[list[Any]], Any], length_fn: Callable[[Any], int] | None) -> int:
-    """Tokens of one dataset sample.
-
-    Raises:
-        NoLength: without ``length_fn``, if its collated batch holds none.
-    """
-    return int(length_fn(sample)) if length_fn is not None else tokens_of(collate([sample]))
-
-
-def tokens_of(batch: Any) -> int:
-    """Tokens of a collated batch of one sample: those its mask names, else all that its token tensor holds.
-
-    Raises:
-        NoLength: it holds neither.
-    """
-    named = dict(batch) if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})
-    for name, value in named.items():
-        if "mask" in str(name) and _is_rows(value):
-            return int((value != 0).sum())
-    for name in ("input_ids", "ids", "tokens", "idx", "x", "inputs"):
-        if _is_rows(named.get(name)):
-            return int(named[name].numel())
-    rows = [v for v in (named.values() if named else _flat(batch)) if _is_rows(v)]
-    if rows:
-        return max(int(v.numel()) for v in rows)
-    what = sorted(map(str, named)) if named else type(batch).__name__
-    raise NoLength(
-        f"max_tokens_per_batch needs the number of tokens of each sample, and the collated batch holds none that can be "
-        f"counted (found: {what}). Give LigerCallback(length_fn=...), a function from a dataset sample to its number of "
-        f"tokens, or a dataset column named one of {', '.join(LENGTH_COLUMNS)}."
-    )
-
-
-def _is_rows(value: Any) -> bool:
-    """A ``(1, L)`` tensor of whole numbers, or of booleans."""
-    return isinstance(value, Tensor) and value.dim() == 2 and len(value) == 1 and not value.is_floating_point()
-
-
-def _flat(batch: Any) -> list[Any]:
-    if isinstance(batch, (list, tuple)):
-        return [v for item in batch for v in _flat(item)]
-    if isinstance(batch, Mapping):
-        return [v for item in batch.values() for v in _flat(item)]
-    return [batch]
 
 
 # -- kept on disk --------------------------------------------------------------------------------------------------
@@ -223,7 +166,7 @@ def cache_path(loader: DataLoader[Any], length_fn: Callable[[Any], int] | None) 
     try:
         mark = getattr(dataset, "_fingerprint", None)
         if not isinstance(mark, str):
-            with _random_numbers_untouched():
+            with random_numbers_untouched():
                 mark = [dataset[i] for i in _evenly(len(dataset))]
         seal.update(pickle.dumps((type(dataset).__qualname__, len(dataset), mark)))
         seal.update(pickle.dumps((loader.collate_fn, length_fn)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,20 +13,30 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_liger.data.planner import Ints
+from lightning_liger.data.randomness import random_numbers_untouched
 
-Order = Callable[[int], Ints]
+
+@dataclass(frozen=True)
+class Order:
+    """
+    Attributes:
+        draw: from a seed and an epoch to ``(n,)`` dataset indices.
+        seed: what this training draws with. It belongs to a checkpoint: another process may have another.
+    """
+
+    draw: Callable[[int, int], Ints]
+    seed: int
 
 
 def epoch_order(loader: DataLoader[Any], seed: int) -> Order:
-    """The order of ``loader``'s own sampler.
+    """The order of ``loader``'s own sampler, for all ranks together.
+
+    A shuffling sampler gives a permutation; any other sampler's own order is kept, drawn anew in each epoch from
+    generators that are seeded with the seed and the epoch.
 
     Args:
         loader: with its final sampler, a ``DistributedSampler`` where there are several ranks.
         seed: for samplers that draw from the global generator; the same on every rank.
-
-    Returns:
-        From the epoch to ``(n,)`` dataset indices. A shuffling sampler gives a permutation; any other sampler's own
-        order is kept, drawn anew in each epoch from generators that are seeded with ``seed`` and the epoch.
 
     Raises:
         ValueError: the loader does not batch by itself.
@@ -34,59 +46,96 @@ def epoch_order(loader: DataLoader[Any], seed: int) -> Order:
             "max_tokens_per_batch needs a training DataLoader that makes batches (batch_size=None hands out what the "
             "dataset yields). Give it a batch_size, or leave max_tokens_per_batch out."
         )
-    if type(loader.batch_sampler) is not BatchSampler:
-        return _drawn(loader.batch_sampler, seed, batches=True)
+    if not _is_plain(loader.batch_sampler):
+        return Order(_drawn(loader.batch_sampler, batches=True), seed)
     sampler = loader.sampler
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if isinstance(sampler, DistributedSampler) and inner is not None:
-        return _drawn(inner, seed, batches=False)  # Lightning's wrapper around a sampler of the user's
+        return Order(_drawn(inner, batches=False), seed)  # Lightning's wrapper around a sampler of the user's
     count = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(sampler, DistributedSampler):
-        return _permuted(count, sampler.seed) if sampler.shuffle else _in_order(count)
+    if type(sampler) is DistributedSampler:
+        return Order(_permuted(count) if sampler.shuffle else _in_order(count), sampler.seed)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == count:
-        return _permuted(count, seed if sampler.generator is None else sampler.generator.initial_seed())
+        return Order(_permuted(count), seed if sampler.generator is None else sampler.generator.initial_seed())
     if type(sampler) is SequentialSampler:
-        return _in_order(count)
-    return _drawn(sampler, seed, batches=False)
+        return Order(_in_order(count), seed)
+    return Order(_drawn(sampler, batches=False), seed)
 
 
-def _in_order(count: int) -> Order:
+def shared_by_ranks(loader: DataLoader[Any]) -> bool:
+    """Whether ranks divide what this loader reads, instead of each reading a loader of its own."""
+    return any(isinstance(s, DistributedSampler) for s in _nested(loader.batch_sampler))
+
+
+def _is_plain(batch_sampler: Any) -> bool:
+    kind = type(batch_sampler)
+    return kind is BatchSampler or (kind.__name__ == "BatchSampler" and kind.__module__.startswith("torchdata."))
+
+
+def _nested(sampler: Any) -> list[Any]:
+    found = []
+    while sampler is not None and sampler not in found:
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _in_order(count: int) -> Callable[[int, int], Ints]:
     indices = np.arange(count)
-    return lambda epoch: indices
+    return lambda seed, epoch: indices
 
 
-def _permuted(count: int, seed: int) -> Order:
+def _permuted(count: int) -> Callable[[int, int], Ints]:
     """``DistributedSampler``'s own permutation of each epoch."""
 
-    def order(epoch: int) -> Ints:
+    def draw(seed: int, epoch: int) -> Ints:
         generator = torch.Generator().manual_seed((seed + epoch) % 2**63)
         return torch.randperm(count, generator=generator).numpy()
 
-    return order
+    return draw
 
 
-def _drawn(sampler: Iterable[Any], seed: int, *, batches: bool) -> Order:
-    def order(epoch: int) -> Ints:
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        own = getattr(sampler, "generator", None)
-        own = own if isinstance(own, torch.Generator) else None
-        before = None if own is None else own.get_state()
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed + epoch)
-                random.seed(seed + epoch)
-                np.random.seed((seed + epoch) % 2**32)
-                if own is not None:
-                    own.manual_seed(seed + epoch)
-                drawn = list(sampler)
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            if own is not None and before is not None:
-                own.set_state(before)
+def _drawn(sampler: Any, *, batches: bool) -> Callable[[int, int], Ints]:
+    parts = _nested(sampler)
+
+    def draw(seed: int, epoch: int) -> Ints:
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+        generators = [g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+        with _seeded((seed + epoch) % 2**32, generators), _as_one_rank(parts):
+            drawn = list(sampler)
         return np.asarray([i for batch in drawn for i in batch] if batches else drawn, dtype=np.int64)
 
-    return order
+    return draw
+
+
+@contextmanager
+def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
+    """Every source of random numbers starts from ``seed`` inside, and goes on as before afterwards."""
+    before = [g.get_state() for g in generators]
+    try:
+        with random_numbers_untouched():
+            for generator in (torch.default_generator, *generators):
+                generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def _as_one_rank(samplers: list[Any]) -> Iterator[None]:
+    """Distributed samplers give everything once, without what they repeat or drop to give ranks equal shares."""
+    distributed = [s for s in samplers if isinstance(s, DistributedSampler)]
+    before = [{k: s.__dict__[k] for k in ("num_replicas", "rank", "num_samples", "total_size")} for s in distributed]
+    try:
+        for sampler in distributed:
+            count = len(sampler.dataset)  # type: ignore[arg-type]
+            sampler.__dict__.update(num_replicas=1, rank=0, num_samples=count, total_size=count)
+        yield
+    finally:
+        for sampler, state in zip(distributed, before, strict=True):
+            sampler.__dict__.update(state)

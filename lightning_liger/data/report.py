@@ -17,6 +17,7 @@ class BatchingReport:
         steps_before: batches per epoch and rank that the user's loader would have made.
         steps: batches per epoch and rank now.
         fill: share of the budget that batches use, over an epoch.
+        found: how the budget was found, if not by the user.
         streams: loaders over streams, whose steps nobody knows.
         off: loaders that keep their batches, and why.
     """
@@ -28,6 +29,7 @@ class BatchingReport:
     steps_before: int = 0
     steps: int = 0
     fill: float = 0.0
+    found: str = ""
     streams: int = 0
     off: list[str] = field(default_factory=list)
 
@@ -43,6 +45,7 @@ class BatchingReport:
             "steps_before": self.steps_before,
             "steps": self.steps,
             "fill": self.fill,
+            "found": self.found,
             "streams": self.streams,
             "off": list(self.off),
         }
@@ -57,6 +60,8 @@ class BatchingReport:
 
     def reasons(self) -> list[str]:
         lines = [f"{TITLE}: {reason}" for reason in self.off]
+        if self.found:
+            lines.append(f"{TITLE}: {self.found}, at most {self.budget:,} tokens each")
         if self.overlong:
             lines.append(f"{TITLE}: {self.overlong:,} samples over {self.budget:,} tokens {self.overlong_are}")
         if self.steps and self.steps < self.steps_before:

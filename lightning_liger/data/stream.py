@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_liger.data.lengths import count_tokens
+from lightning_liger.data.counting import count_tokens
 
 _LOOK_AHEAD = 512
 

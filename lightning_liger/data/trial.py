@@ -1,0 +1,180 @@
+"""Trial steps on the user's own module and samples: what a batch needs in memory, and nothing is trained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_liger.data.planner import Ints, plan
+from lightning_liger.data.randomness import random_numbers_untouched
+from lightning_liger.data.untouched import module_untouched
+from lightning_liger.head.pending import settle_pending
+
+# Of the memory that this process can have: the rest is for fragments, and for batches of other shapes.
+_USED = 0.9
+_SAMPLED_BUDGETS = 16
+
+
+class CudaMemory:
+    """Bytes of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def available(self) -> int:
+        """What this process holds, and what nobody does."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+
+    def begin(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+def memory_of(device: torch.device) -> CudaMemory | None:
+    """None where the device sets no limit that would be known beforehand."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+class Trials:
+    """Runs forward and backward of batches, on every rank the same.
+
+    Attributes:
+        limit: bytes that a batch may need, beside the optimizer state that the first step will make; the least of all
+            ranks.
+        count: steps that were tried.
+    """
+
+    def __init__(self, trainer: Any, loader: DataLoader[Any], memory: CudaMemory) -> None:
+        self._trainer = trainer
+        self._loader = loader
+        self._memory = memory
+        self.count = 0
+        self.limit = -self._most_of_ranks(-(memory.available() * _USED - _optimizer_state(trainer)))
+
+    @classmethod
+    def of(cls, trainer: Any, loader: DataLoader[Any]) -> Trials | None:
+        """None where memory has no limit that is known.
+
+        Raises:
+            ValueError: a training whose steps cannot be tried.
+        """
+        memory = memory_of(trainer.strategy.root_device)
+        if memory is None:
+            return None
+        why = ""
+        if not trainer.lightning_module.automatic_optimization:
+            why = "this module steps its optimizers by itself (automatic_optimization=False)"
+        elif "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
+            why = "DeepSpeed runs backward and steps in one"
+        if why:
+            raise ValueError(
+                f"max_tokens_per_batch='auto' tries training steps without stepping, and {why}. Give a number of tokens, "
+                "such as 16384."
+            )
+        return cls(trainer, loader, memory)
+
+    def peak(self, indices: Ints) -> float | None:
+        """Bytes that forward and backward of these samples need, of the rank that needs most; None if it has not as many.
+
+        Raises:
+            ValueError: the step fails, or ranks cannot go on after one of them ran out of memory.
+        """
+        self.count += 1
+        self._memory.begin()
+        needed: float = 0.0
+        try:
+            self._step(indices)
+        except torch.OutOfMemoryError as error:
+            if self._trainer.world_size > 1:
+                raise ValueError(
+                    "max_tokens_per_batch='auto': a trial batch did not fit into memory, and training cannot go on after "
+                    "that on several ranks. Start from a smaller batch_size, or give a number of tokens."
+                ) from error
+            needed = float("inf")
+        needed = self._most_of_ranks(max(needed, float(self._memory.peak())))
+        self._memory.begin()
+        return None if needed == float("inf") else needed
+
+    def _step(self, indices: Ints) -> None:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        strategy, dataset = trainer.strategy, self._loader.dataset
+        with random_numbers_untouched(strategy.root_device), module_untouched(module), _nothing_logged(module):
+            batch = self._loader.collate_fn([dataset[int(i)] for i in indices])
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = strategy.batch_to_device(batch, dataloader_idx=0)
+            arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+            with torch.enable_grad():
+                try:
+                    output = strategy.training_step(*arguments.values())
+                    loss = output if isinstance(output, torch.Tensor) else output["loss"]
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    raise ValueError(
+                        "max_tokens_per_batch='auto' runs training_step before training starts, and it failed with "
+                        f"{type(error).__name__}: {error}. Give a number of tokens, such as 16384."
+                    ) from error
+                strategy.pre_backward(loss)
+                loss.backward()
+                strategy.post_backward(loss)
+            settle_pending()
+
+    def _most_of_ranks(self, value: float) -> float:
+        if not (dist.is_available() and dist.is_initialized()):
+            return value
+        most = torch.tensor(value, dtype=torch.float64, device=self._trainer.strategy.root_device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
+
+
+def worst_batch(lengths: Ints, budget: int) -> Ints:
+    """Samples of the batch that has most padding, and is full, among some that would be made of these lengths."""
+    some = np.random.default_rng(0).permutation(len(lengths))
+    enough = int(np.searchsorted(lengths[some].cumsum(), _SAMPLED_BUDGETS * budget)) + 1
+    # the longest sample decides what attention and padding need
+    some = np.unique(np.append(some[:enough], lengths.argmax()))
+    made = plan(lengths[some], budget, 1)
+    batches = [some[made.batch(step, 0)] for step in range(made.steps)]
+    full = max(int(lengths[b].sum()) for b in batches)
+    nearly = [b for b in batches if lengths[b].sum() >= 0.9 * full]
+    return max(nearly, key=lambda b: len(b) * int(lengths[b].max()))
+
+
+def _optimizer_state(trainer: Any) -> int:
+    """Bytes that optimizers will keep from their first step on: two values per parameter, as Adam has, or SGD's."""
+    size = 0
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            each = int(bool(group["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
+            for p in group["params"]:
+                if p.requires_grad and not optimizer.state.get(p):
+                    local = p.to_local() if isinstance(p, DTensor) else p
+                    size += each * local.numel() * local.element_size()
+    return size
+
+
+@contextmanager
+def _nothing_logged(module: Any) -> Iterator[None]:
+    silenced = ("log", "log_dict")
+    before = {name: vars(module)[name] for name in silenced if name in vars(module)}
+    try:
+        for name in silenced:
+            vars(module)[name] = lambda *args, **kwargs: None
+        yield
+    finally:
+        for name in silenced:
+            vars(module).pop(name, None)
+        vars(module).update(before)
