@@ -258,7 +258,7 @@ class Report:
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""
         reasons = [f"  - {reason}" for reason in self.reasons()]
-        if self.nothing_to_accelerate and self.sharding is None:
+        if self.nothing_to_accelerate and self.sharding is None and not self.batching.rows():
             why = "see below" if reasons else "no transformers model and no language-model head was found"
             return "\n".join([f"lightning-liger: nothing to accelerate ({why}); everything runs as it is", *reasons])
         columns = ("feature", "applied to", "first training step")

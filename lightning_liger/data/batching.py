@@ -49,6 +49,7 @@ class TokenBatches:
         self._seed: int | None = None
         self._place: Place | None = None
         self._samplers: list[TokenBatchSampler] = []
+        self._streams: list[AgreeingLoader] = []
         self._told: list[int] = []  # lengths that Lightning knows
         self._resuming: list[dict[str, Any]] = []
         self._resumed_late = False
@@ -132,7 +133,8 @@ class TokenBatches:
         if self._overlong == "truncate":
             loader = copy.copy(loader)
             loader.collate_fn = Truncating(loader.collate_fn, self.budget)
-        return packed_stream(loader, self.budget, self._length_fn, overlong)
+        self._streams.append(packed_stream(loader, self.budget, self._length_fn, overlong))
+        return self._streams[-1]
 
     def _check_overlong(self, lengths: Ints, budget: int) -> None:
         over = int((lengths > budget).sum())
@@ -184,6 +186,8 @@ class TokenBatches:
 
     def end_batch(self, trainer: Any) -> None:
         self._resuming = []  # loaders that are asked for anew begin an epoch
+        for stream in self._streams:
+            stream.end_batch()
         if self._place is not None:
             epoch, done = self._place.epoch, self._place.steps + 1
             self._place = Place(epoch + 1, 0) if done >= trainer.num_training_batches else Place(epoch, done)

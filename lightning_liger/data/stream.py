@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,11 +51,12 @@ class PackedStream(IterableDataset[Any]):
         self.length_fn = length_fn
         self.overlong = overlong
         self.look_ahead = look_ahead
+        self._held: list[_Held] = []
 
     def __iter__(self) -> Iterator[Any]:
-        held: list[tuple[int, Any]] = []
+        held = self._held = []
         tokens = 0
-        for sample in self.stream:
+        for number, sample in self._samples():
             length = count_tokens(sample, self.collate, self.length_fn)
             if length > self.budget and self.overlong == "error":
                 raise ValueError(
@@ -63,27 +65,104 @@ class PackedStream(IterableDataset[Any]):
                 )
             if length > self.budget and self.overlong == "skip":
                 continue
-            held.append((length, sample))
+            held.append(_Held(number, length, sample))
             tokens += length
-            if len(held) >= self.look_ahead or tokens >= 8 * self.budget:
+            if self._is_new(number) and (len(held) >= self.look_ahead or tokens >= 8 * self.budget):
                 tokens -= yield from self._batch(held)
         while held:
             yield from self._batch(held)
 
-    def _batch(self, held: list[tuple[int, Any]]) -> Generator[Any, None, int]:
+    def _samples(self) -> Iterator[tuple[int, Any]]:
+        """Numbered from the beginning of the epoch."""
+        return enumerate(self.stream)
+
+    def _is_new(self, number: int) -> bool:
+        """Whether this sample is read for the first time, and batches were not made of it before."""
+        return True
+
+    def _batch(self, held: list[_Held]) -> Generator[Any, None, int]:
         """One batch out of ``held``; returns its tokens."""
         chosen = [0]
-        room = self.budget - held[0][0]
-        for at in sorted(range(1, len(held)), key=lambda i: -held[i][0]):
-            if held[at][0] <= room:
+        room = self.budget - held[0].length
+        for at in sorted(range(1, len(held)), key=lambda i: -held[i].length):
+            if held[at].length <= room:
                 chosen.append(at)
-                room -= held[at][0]
+                room -= held[at].length
         chosen.sort()
         batch = [held[at] for at in chosen]
         for at in reversed(chosen):
             del held[at]
-        yield self.collate([sample for _, sample in batch])
-        return sum(length for length, _ in batch)
+        yield self.collate([each.sample for each in batch])
+        return sum(each.length for each in batch)
+
+
+@dataclass(frozen=True)
+class _Held:
+    number: int
+    length: int
+    sample: Any
+
+
+class StatefulPackedStream(PackedStream):
+    """For streams that can say where they are, as torchdata's loader asks them to.
+
+    Samples that wait for a batch are read again after a resume, from a place of the stream's own before them: a
+    checkpoint that is loaded with ``weights_only=True`` can hold numbers, and no samples.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._places: list[tuple[int, Any]] = []  # of the stream, before the sample of that number
+        self._read = 0
+        self._read_before = 0
+        self._waited: set[int] = set()
+
+    def _samples(self) -> Iterator[tuple[int, Any]]:
+        stream: Any = self.stream
+        number = self._places[0][0] if self._places else 0
+        samples = iter(stream)
+        while True:
+            if number % _PLACES_EVERY == 0 and number >= self._read_before:
+                self._places.append((number, stream.state_dict()))
+                self._forget()
+            sample = next(samples, _DRY)
+            if sample is _DRY:
+                break
+            self._read = max(self._read, number + 1)
+            if self._is_new(number) or number in self._waited:
+                yield number, sample
+            number += 1
+
+    def _is_new(self, number: int) -> bool:
+        return number >= self._read_before
+
+    def _forget(self) -> None:
+        """Places that no sample needs which still waits."""
+        oldest = self._held[0].number if self._held else self._read
+        while len(self._places) > 1 and self._places[1][0] <= oldest:
+            del self._places[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._begin_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._forget()
+        number, place = self._places[0] if self._places else (0, None)
+        waiting = [each.number for each in self._held]
+        return {"number": number, "place": place, "read": self._read, "waiting": waiting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        stream: Any = self.stream
+        self._begin_epoch()
+        if state["place"] is not None:
+            stream.load_state_dict(state["place"])
+            self._places = [(state["number"], state["place"])]
+        self._read = self._read_before = state["read"]
+        self._waited = set(state["waiting"])
 
 
 class AgreeingLoader:
@@ -94,20 +173,80 @@ class AgreeingLoader:
         self._group: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not _several_ranks():
             yield from self.loader
             return
-        if self._group is None:
-            # over the hosts: ranks wait for each other's loaders, not for their devices
-            self._group = dist.new_group(backend="gloo")
         batches = iter(self.loader)
         while True:
             batch = next(batches, _DRY)
             everyone = torch.tensor(batch is not _DRY, dtype=torch.int32)
-            dist.all_reduce(everyone, dist.ReduceOp.MIN, group=self._group)
+            dist.all_reduce(everyone, dist.ReduceOp.MIN, group=self._gloo())
             if not everyone:
                 return
             yield batch
+
+    def end_batch(self) -> None:
+        """A batch has been trained on."""
+
+    def _gloo(self) -> Any:
+        if self._group is None:
+            # over the hosts: ranks wait for each other's loaders, not for their devices
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+
+class StatefulAgreeingLoader(AgreeingLoader):
+    """For loaders that can say where they are: what has been trained on counts, not what has been fetched ahead."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._trained = 0
+        self._states: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        loader: Any = self.loader
+        self._trained, self._states = 0, {}
+        for number, batch in enumerate(super().__iter__(), 1):
+            self._states[number] = loader.state_dict()
+            self._states.pop(number - _FETCHED_AHEAD, None)
+            yield batch
+        self._states.clear()  # what follows begins an epoch
+
+    def end_batch(self) -> None:
+        self._trained += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of all ranks, for a checkpoint that one of them writes. A collective."""
+        loader: Any = self.loader
+        state = self._states[self._trained] if self._trained in self._states else loader.state_dict()
+        states = [state]
+        if _several_ranks():
+            states = [None] * dist.get_world_size()
+            dist.all_gather_object(states, state, group=self._gloo())
+        return {"ranks": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: another number of ranks wrote it.
+        """
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if _several_ranks() else (0, 1)
+        if len(state["ranks"]) != ranks:
+            raise ValueError(
+                f"The checkpoint holds the places of {len(state['ranks'])} ranks in their streams, and there are {ranks} "
+                "now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
+            )
+        loader: Any = self.loader
+        loader.load_state_dict(state["ranks"][rank])
+
+
+_PLACES_EVERY = 64
+# Lightning fetches one batch ahead where it does not know how many there are.
+_FETCHED_AHEAD = 3
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 _DRY = object()
@@ -118,11 +257,12 @@ def packed_stream(
 ) -> AgreeingLoader:
     """``loader`` over an ``IterableDataset`` with batches by tokens; its workers and their set-up stay."""
     made = copy.copy(loader)
-    stream = PackedStream(loader.dataset, loader.collate_fn, budget, length_fn, overlong)  # type: ignore[arg-type]
+    kind = StatefulPackedStream if hasattr(loader.dataset, "state_dict") else PackedStream
+    stream = kind(loader.dataset, loader.collate_fn, budget, length_fn, overlong)  # type: ignore[arg-type]
     for name, value in (("dataset", stream), ("batch_size", None), ("batch_sampler", None), ("drop_last", False)):
         object.__setattr__(made, name, value)  # DataLoader lets nobody but its constructor do so
     made.collate_fn = _as_it_is
-    return AgreeingLoader(made)
+    return StatefulAgreeingLoader(made) if hasattr(made, "state_dict") else AgreeingLoader(made)
 
 
 def _as_it_is(batch: Any) -> Any:

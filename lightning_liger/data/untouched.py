@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 # What these keep in their objects is caches, and parts of the training that is set up.
 _FOREIGN = (
@@ -104,10 +105,13 @@ def _putting_back(value: Any) -> Callable[[], object] | None:
 
 
 def _kept_tensor(value: Tensor) -> Restore:
-    copied, version = value.detach().clone(), value._version
+    if value.is_meta or isinstance(value, DTensor):
+        return lambda: value
+    copied = value.detach().clone()
 
     def restore() -> Tensor:
-        if value._version != version:
+        # not by its version: batch norm writes its averages without counting
+        if not torch.equal(value, copied):
             with torch.no_grad():
                 value.copy_(copied)
         return value

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
+import tiny
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from test_streams import Stream
 from test_training import BUDGET, Module, loader, numbered
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_liger import LigerCallback
 
@@ -40,6 +43,38 @@ def train(module: Module, out: Path, *, path: Any = None, save: str = "", data: 
     trainer.fit(module, loader() if data is None else data, ckpt_path=path)
 
 
+def kinds(out: Path) -> None:
+    """Loaders whose sampler is the user's, and a failure of one rank."""
+    weights = torch.arange(tiny.COUNT).float() ** 2
+    rank = int(os.environ["RANK"])
+
+    def ddp(**options: Any) -> dict[str, Any]:
+        return {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo"), **options}
+
+    def note(name: str, module: tiny.Tiny) -> None:
+        (out / f"{name}.{rank}.json").write_text(json.dumps(module.seen))
+
+    weighted = WeightedRandomSampler(weights, tiny.COUNT)
+    note("weighted", tiny.fit(tiny.loader(shuffle=False, sampler=weighted), **ddp()))
+    pairs = DataLoader(tiny.Rows(), batch_sampler=Pairs(RandomSampler(range(60)), 2, False), collate_fn=tiny.masked)
+    note("batch_sampler", tiny.fit(pairs, **ddp()))
+    own = DistributedSampler(tiny.Rows(61), num_replicas=2, rank=rank, seed=9, drop_last=True)
+    mine = tiny.loader(61, shuffle=False, sampler=own)
+    note("own", tiny.fit(mine, **ddp(use_distributed_sampler=False)))
+    note("stateful", tiny.fit(tiny.loader(kind=StatefulDataLoader), **ddp()))
+    note("kept", tiny.fit(tiny.loader(), **ddp(budget="keep_samples")))
+    for changes, options, message in (
+        ({}, {"use_distributed_sampler": False}, "every rank reads a loader of its own"),
+        ({}, {"budget": 20}, "samples have more tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny.fit(tiny.loader(**changes), **ddp(**options))
+
+
+class Pairs(BatchSampler):
+    """Two at a time."""
+
+
 def note(out: Path, name: str, module: Module) -> None:
     rank = os.environ.get("RANK", "0")
     (out / f"{name}.{rank}.json").write_text(json.dumps(module.seen))
@@ -61,6 +96,9 @@ def main(out: Path, part: str) -> None:
         train(module, out, data=stream)
         note(out, "uneven", module)
         part = part.replace(",uneven", "")
+    if "kinds" in part:
+        kinds(out)
+        part = part.replace(",kinds", "")
     for name in part.split(","):
         module = Module()
         train(module, out, **runs[name])

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # one rank is this process: starting two others is most of the time it takes
     out = tmp_path_factory.mktemp("ranks")
     batches_worker.main(out, "single")
-    launch(out, "whole,resumed,again,from_one,uneven")
+    launch(out, "whole,resumed,again,from_one,uneven,kinds")
     batches_worker.main(out, "from_two")
     return out
 
@@ -85,3 +85,22 @@ def test_a_stream_that_runs_dry_ends_the_epoch_for_all(runs: Path) -> None:
         assert sorted(i for step in steps for i in step[1][1]) == list(range(15))
         first = [i for step in steps for i in step[0][1]]
         assert 0 < len(first) == len(set(first)) < 40
+
+
+@pytest.mark.parametrize(("name", "count"), [("batch_sampler", 60), ("own", 61), ("stateful", 60), ("kept", 60)])
+def test_samplers_of_the_users_are_divided(runs: Path, name: str, count: int) -> None:
+    ranks = [json.loads((runs / f"{name}.{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(ranks[0]) == len(ranks[1])
+    for number in (0, 1):
+        drawn = [i for rank in ranks for epoch, numbers in rank if epoch == number for i in numbers]
+        assert sorted(drawn) == list(range(count))
+    if name == "kept":
+        assert len(ranks[0]) == 2 * 8, "60 samples in batches of 4 on 2 ranks"
+
+
+def test_a_sampler_with_replacement_draws_once_for_all_ranks(runs: Path) -> None:
+    ranks = [json.loads((runs / f"weighted.{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(ranks[0]) == len(ranks[1])
+    for number in (0, 1):
+        drawn = [i for rank in ranks for epoch, numbers in rank if epoch == number for i in numbers]
+        assert len(drawn) == 60 and max(drawn.count(i) for i in drawn) > 1

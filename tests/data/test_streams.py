@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from helpers import QUIET, Document, documents
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_training import BUDGET, Module, by_epoch, numbered
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+import lightning_liger.data.stream as liger_stream
 from lightning_liger import LigerCallback
 from lightning_liger.data.stream import PackedStream
 
@@ -49,3 +53,47 @@ def test_a_sample_over_the_budget() -> None:
         list(PackedStream(Stream(), numbered, 20, None, "error"))
     skipped = list(PackedStream(Stream(), numbered, 20, None, "skip"))
     assert max(int(b["attention_mask"].sum()) for b in skipped) == 20
+
+
+class Counted(Stream):
+    """Knows where it is."""
+
+    def __init__(self, count: int = 60) -> None:
+        super().__init__(count)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[tuple[int, Document]]:
+        worker = get_worker_info()
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        mine = list(enumerate(self.rows))[first::every]
+        while self.at < len(mine):
+            self.at += 1
+            yield mine[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(("stream", "workers"), [(Stream, 0), (Counted, 0), (Counted, 2)])
+def test_a_stream_is_resumed_by_the_loader_that_can(
+    stream: Any, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(path: Any = None) -> Module:
+        module = Module()
+        monkeypatch.setattr(liger_stream, "_PLACES_EVERY", 8)
+        data = StatefulDataLoader(stream(), batch_size=4, collate_fn=numbered, num_workers=workers)
+        saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1) if path is None else None
+        callbacks = [LigerCallback(verbose=False, max_tokens_per_batch=BUDGET), *([saver] if saver else [])]
+        options = {**QUIET, "max_steps": -1, "max_epochs": 2, "enable_checkpointing": saver is not None}
+        L.Trainer(callbacks=callbacks, **options).fit(module, data, ckpt_path=path)
+        return module
+
+    whole = run()
+    assert [sorted(by_epoch(whole, e)) for e in (0, 1)] == [list(range(60))] * 2
+    steps = len(whole.seen) // 2
+    for step in (3, steps, steps + 2):
+        assert run(tmp_path / f"step={step}.ckpt").seen == whole.seen[step:], step

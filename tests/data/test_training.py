@@ -37,24 +37,38 @@ def numbered(samples: list[Any]) -> dict[str, Any]:
 
 
 class Module(L.LightningModule):
+    """Writes down what it was given: ``(epoch, sample numbers, tokens)``."""
+
     def __init__(self, *, asks_for_steps: bool = False) -> None:
         super().__init__()
-        self.model = causal_lm("qwen2")
         self.asks_for_steps = asks_for_steps
         self.seen: list[tuple[int, list[int], int]] = []
         self.estimated: float = 0
+        self.table = torch.nn.Embedding(128, 4)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         numbers = batch.pop("number").tolist()
         self.seen.append((self.current_epoch, numbers, int(batch["attention_mask"].sum())))
-        loss: Tensor = self.model(**batch).loss
+        loss = self.loss(batch)
         self.log("loss", loss)
         return loss
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return self.table(batch["input_ids"]).square().mean()
 
     def configure_optimizers(self) -> Any:
         if self.asks_for_steps:
             self.estimated = self.trainer.estimated_stepping_batches
         return torch.optim.SGD(self.parameters(), 1e-2)
+
+
+class Decoder(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = causal_lm("qwen2")
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return self.model(**batch).loss
 
 
 def loader(**changes: Any) -> DataLoader[Any]:
@@ -77,7 +91,7 @@ def by_epoch(module: Module, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_once_an_epoch_within_the_budget(shuffle: bool) -> None:
-    module = Module()
+    module = Decoder() if shuffle else Module()
     trainer = train(module, loader(shuffle=shuffle))
     assert [sorted(by_epoch(module, e)) for e in (0, 1)] == [list(range(60))] * 2
     assert max(tokens for _, _, tokens in module.seen) <= BUDGET
