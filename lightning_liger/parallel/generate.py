@@ -14,6 +14,7 @@ model waits for all of them. Three cases:
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +26,8 @@ import torch.nn as nn
 from lightning_liger.parallel.gathering import Gathering
 from lightning_liger.patching import Rebound, Switch, live_binding
 
+_PLACES = itertools.count()
+
 
 class RanksDisagree(RuntimeError):
     """Some ranks called a method that has to be called on all of them."""
@@ -34,11 +37,13 @@ class Rendezvous:
     """Meets all ranks through the store of the process group: unlike a collective, it can be given up.
 
     Args:
-        timeout: how long to wait for the others.
+        timeout: how long to wait for the others. Every rank makes its rendezvous in the same order.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        # what an earlier one left in the store would be taken for an arrival at this one
+        self._place = f"lightning_liger/rendezvous/{next(_PLACES)}"
         self._met = 0
 
     def meet(self, what: str) -> None:
@@ -52,7 +57,7 @@ class Rendezvous:
             return
         store: Any = dist.distributed_c10d._get_default_store()
         self._met += 1
-        key = f"lightning_liger/rendezvous/{self._met}"
+        key = f"{self._place}/{self._met}"
         store.set(f"{key}/{dist.get_rank()}", "here")
         deadline = time.monotonic() + self._timeout.total_seconds()
         for rank in range(world):
@@ -61,6 +66,8 @@ class Rendezvous:
                 store.wait([f"{key}/{rank}"], timedelta(seconds=left))
             except (RuntimeError, dist.DistStoreError) as error:
                 absent = [r for r in range(rank, world) if not store.check([f"{key}/{r}"])]
+                self._met -= 1
+                store.delete_key(f"{key}/{dist.get_rank()}")
                 raise RanksDisagree(
                     f"rank {dist.get_rank()} waits in {what}, which ranks {absent} did not call within "
                     f"{self._timeout}. A sharded model generates on every rank or on none; inside of validation, test "
@@ -68,7 +75,7 @@ class Rendezvous:
                     "(LigerFSDPStrategy(gather_in_evaluation=True) insists on it)."
                 ) from error
         if self._met > 1:  # all have left the one before
-            store.delete_key(f"lightning_liger/rendezvous/{self._met - 1}/{dist.get_rank()}")
+            store.delete_key(f"{self._place}/{self._met - 1}/{dist.get_rank()}")
 
 
 class ShardedGenerate(Rebound):

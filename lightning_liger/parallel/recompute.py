@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class Recomputed(Rebound):
         self._names = tuple(names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._traced(*args, **kwargs)
         # also for calls that bypass every replacement: they need the memory just as much
         if not self.switch.on or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
@@ -82,6 +85,19 @@ class Recomputed(Rebound):
         if self.mode == "selective":
             return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """The same for a compiled block, whose graph holds the checkpoint. A traced block has no cache to fill."""
+        if self.previous is None:
+            function = partial(getattr(type(self.module), self.name), self.module)  # so that Dynamo sees which one
+        else:
+            function = partial(self.previous)
+        theirs = getattr(self.module, _OWN_FLAG, False) and self.module.training
+        if not self.switch.on or not torch.is_grad_enabled() or theirs:
+            return function(*args, **kwargs)
+        if self.mode == "selective":
+            return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def _caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What the block may write keys and values into; tuples of them are read only."""

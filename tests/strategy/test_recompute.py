@@ -209,6 +209,20 @@ def test_blocks_of_nobodys_library(mode: str) -> None:
     assert same(run(), plain)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_blocks_hold_the_checkpoint_in_one_graph(mode: str) -> None:
+    model = causal_lm("llama")
+    plain = step(model, use_cache=False)
+    switch = Switch(True)
+    recompute_blocks(blocks_of(model), mode, switch, lambda _: None)
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager", fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert same(step(model, use_cache=False), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    torch._dynamo.reset()
+
+
 def test_unknown_mode() -> None:
     with pytest.raises(ValueError, match="activation_checkpointing='some': expected one of 'none'"):
         recompute_blocks([], "some", Switch(True), lambda _: None)
