@@ -162,6 +162,18 @@ def test_what_is_real_is_left_alone() -> None:
     assert not is_meta(module[0].weight) and module[0].weight.isfinite().all()
 
 
+def test_empty_weights_of_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(5)
+    with accelerate.init_empty_weights():
+        module = transformers.AutoModelForCausalLM.from_config(config("llama"))
+    assert is_meta(module.lm_head.weight) and not is_meta(module.model.rotary_emb.inv_freq)
+    torch.manual_seed(5)
+    Materializer(module, "auto", lambda _: None).fill(module, CPU)
+    torch.manual_seed(5)
+    assert_equal(module, transformers.AutoModelForCausalLM.from_config(config("llama")))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
