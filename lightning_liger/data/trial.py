@@ -30,9 +30,11 @@ class CudaMemory:
         self._device = device
 
     def available(self) -> int:
-        """What this process holds, and what nobody does."""
+        """What this process holds, and what nobody does; not more than it may have."""
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        return min(free + torch.cuda.memory_reserved(self._device), allowed)
 
     def begin(self) -> None:
         torch.cuda.empty_cache()
@@ -154,16 +156,24 @@ def worst_batch(lengths: Ints, budget: int) -> Ints:
 
 
 def _optimizer_state(trainer: Any) -> int:
-    """Bytes that optimizers will keep from their first step on: two values per parameter, as Adam has, or SGD's."""
-    size = 0
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            each = int(bool(group["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
-            for p in group["params"]:
-                if p.requires_grad and not optimizer.state.get(p):
-                    local = p.to_local() if isinstance(p, DTensor) else p
-                    size += each * local.numel() * local.element_size()
-    return size
+    """Bytes that optimizers will keep on the device from their first step on.
+
+    Two values per parameter, as Adam has, or SGD's; Adam's as well where optimizers are not made yet.
+    """
+    device = trainer.strategy.root_device
+    wanted = [(p, 2) for p in trainer.lightning_module.parameters() if p.requires_grad]
+    if trainer.optimizers:
+        wanted = [(p, n) for optimizer in trainer.optimizers for p, n in _values_to_come(optimizer)]
+    local = [(p.to_local() if isinstance(p, DTensor) else p, values) for p, values in wanted]
+    return sum(values * p.numel() * p.element_size() for p, values in local if p.device.type == device.type)
+
+
+def _values_to_come(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    for group in optimizer.param_groups:
+        values = int(bool(group["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p):
+                yield p, values
 
 
 @contextmanager

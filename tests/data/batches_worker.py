@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import tiny
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from test_budget import FakeMemory, Moody, Watched
 from test_streams import Stream
 from test_training import BUDGET, Module, loader, numbered
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_liger import LigerCallback
+import lightning_liger.data.trial as trial
+from lightning_liger import LigerCallback, LigerFSDPStrategy
 
 
 def train(module: Module, out: Path, *, path: Any = None, save: str = "", data: Any = None, **options: Any) -> None:
@@ -63,6 +66,14 @@ def kinds(out: Path) -> None:
     note("own", tiny.fit(mine, **ddp(use_distributed_sampler=False)))
     note("stateful", tiny.fit(tiny.loader(kind=StatefulDataLoader), **ddp()))
     note("kept", tiny.fit(tiny.loader(), **ddp(budget="keep_samples")))
+    trial.memory_of = FakeMemory  # type: ignore[assignment]
+    for strategy in (DDPStrategy, partial(LigerFSDPStrategy, bf16=False)):
+        gloo = partial(strategy, process_group_backend="gloo")
+        found = tiny.fit(tiny.loader(), module=Watched(), budget="auto", max_epochs=1, **ddp(strategy=gloo()))
+        budget = tiny.report(found)["budget"]
+        assert 120 < budget <= 200, budget
+        given = tiny.fit(tiny.loader(), module=Moody(), budget=budget, max_epochs=1, **ddp(strategy=gloo()))
+        assert found.seen == given.seen and found.drawn == given.drawn and found.history == given.history
     for changes, options, message in (
         ({}, {"use_distributed_sampler": False}, "every rank reads a loader of its own"),
         ({}, {"budget": 20}, "samples have more tokens"),
