@@ -164,11 +164,11 @@ class TokenBatches:
         Epochs are counted here by what was drawn: to Lightning, one that ``max_steps`` cut short is over, although a
         resumed training goes on in its middle.
         """
+        self._forget_replaced(trainer.fit_loop)
         if self._place is None:
             return
         if self._place.steps and not trainer.fit_loop.epoch_loop.restarting:
             self._place = Place(self._place.epoch + 1, 0)
-        self._forget_replaced(trainer.fit_loop)
         self._seek(trainer)
         self._tell_steps(trainer)
 
@@ -187,7 +187,7 @@ class TokenBatches:
     def end_batch(self, trainer: Any) -> None:
         self._resuming = []  # loaders that are asked for anew begin an epoch
         for stream in self._streams:
-            stream.end_batch()
+            stream.end_batch(last=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
         if self._place is not None:
             epoch, done = self._place.epoch, self._place.steps + 1
             self._place = Place(epoch + 1, 0) if done >= trainer.num_training_batches else Place(epoch, done)
@@ -207,7 +207,9 @@ class TokenBatches:
         """Samplers of loaders that Lightning has asked for anew (``reload_dataloaders_every_n_epochs``)."""
         if fit_loop._combined_loader is None:
             return
-        live = {id(getattr(loader, "batch_sampler", None)) for loader in fit_loop._combined_loader.flattened}
+        loaders = fit_loop._combined_loader.flattened
+        self._streams = [stream for stream in self._streams if any(stream is loader for loader in loaders)]
+        live = {id(getattr(loader, "batch_sampler", None)) for loader in loaders}
         kept = [(s, n) for s, n in zip(self._samplers, self._told, strict=True) if id(s) in live]
         self._samplers, self._told = [s for s, _ in kept], [n for _, n in kept]
 

@@ -55,7 +55,10 @@ class BatchingReport:
             return [(TITLE, f"{self.streams} stream{'' if self.streams == 1 else 's'}", f"{self.budget:,} tokens")]
         if not self.steps:
             return []
-        did = f"{self.steps:,} steps per epoch instead of {self.steps_before:,}; batches {self.fill:.0%} full"
+        if self.steps == self.steps_before:
+            did = f"{self.steps:,} steps per epoch, as before; batches {self.fill:.0%} full"
+        else:
+            did = f"{self.steps:,} steps per epoch instead of {self.steps_before:,}; batches {self.fill:.0%} full"
         return [(TITLE, f"{self.samples:,} samples", did)]
 
     def reasons(self) -> list[str]:

@@ -112,6 +112,7 @@ class StatefulPackedStream(PackedStream):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._resumed = False
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -146,6 +147,9 @@ class StatefulPackedStream(PackedStream):
             del self._places[0]
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._resumed:
+            self._begin_epoch()  # the last one may have been cut short
+        self._resumed = False
         yield from super().__iter__()
         self._begin_epoch()
 
@@ -163,6 +167,7 @@ class StatefulPackedStream(PackedStream):
             self._places = [(state["number"], state["place"])]
         self._read = self._read_before = state["read"]
         self._waited = set(state["waiting"])
+        self._resumed = True
 
 
 class AgreeingLoader:
@@ -185,8 +190,8 @@ class AgreeingLoader:
                 return
             yield batch
 
-    def end_batch(self) -> None:
-        """A batch has been trained on."""
+    def end_batch(self, *, last: bool) -> None:
+        """A batch has been trained on, the ``last`` of the epoch or not."""
 
     def _gloo(self) -> Any:
         if self._group is None:
@@ -201,24 +206,28 @@ class StatefulAgreeingLoader(AgreeingLoader):
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__(loader)
         self._trained = 0
-        self._states: dict[int, Any] = {}
+        self._over = False
+        self._loaded: Any = None
+        self._states: dict[int, Any] = {}  # after so many batches; None begins an epoch
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self.loader
-        self._trained, self._states = 0, {}
+        self._trained, self._over = 0, False
+        self._states, self._loaded = {0: self._loaded}, None
+        number = 0
         for number, batch in enumerate(super().__iter__(), 1):
             self._states[number] = loader.state_dict()
             self._states.pop(number - _FETCHED_AHEAD, None)
             yield batch
-        self._states.clear()  # what follows begins an epoch
+        self._states[number] = None
 
-    def end_batch(self) -> None:
+    def end_batch(self, *, last: bool) -> None:
         self._trained += 1
+        self._over = last
 
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks, for a checkpoint that one of them writes. A collective."""
-        loader: Any = self.loader
-        state = self._states[self._trained] if self._trained in self._states else loader.state_dict()
+        state = None if self._over else self._states.get(self._trained)
         states = [state]
         if _several_ranks():
             states = [None] * dist.get_world_size()
@@ -236,8 +245,10 @@ class StatefulAgreeingLoader(AgreeingLoader):
                 f"The checkpoint holds the places of {len(state['ranks'])} ranks in their streams, and there are {ranks} "
                 "now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
             )
-        loader: Any = self.loader
-        loader.load_state_dict(state["ranks"][rank])
+        self._loaded = state["ranks"][rank]
+        if self._loaded is not None:
+            loader: Any = self.loader
+            loader.load_state_dict(self._loaded)
 
 
 _PLACES_EVERY = 64

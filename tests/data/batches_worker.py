@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from test_budget import FakeMemory, Moody, Watched
-from test_streams import Stream
+from test_streams import Counted, Stream
 from test_training import BUDGET, Module, loader, numbered
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -27,10 +27,12 @@ import lightning_liger.data.trial as trial
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
 
-def train(module: Module, out: Path, *, path: Any = None, save: str = "", data: Any = None, **options: Any) -> None:
+def train(
+    module: Module, out: Path, *, path: Any = None, save: str = "", data: Any = None, every: int = 2, **options: Any
+) -> None:
     L.seed_everything(3, verbose=False)
     devices = int(os.environ.get("WORLD_SIZE", "1"))
-    saver = ModelCheckpoint(out / save, "{step}", every_n_train_steps=2, save_top_k=-1) if save else None
+    saver = ModelCheckpoint(out / save, "{step}", every_n_train_steps=every, save_top_k=-1) if save else None
     strategy: Any = DDPStrategy(process_group_backend="gloo") if devices > 1 else "auto"
     trainer = L.Trainer(
         accelerator="cpu",
@@ -66,6 +68,11 @@ def kinds(out: Path) -> None:
     note("own", tiny.fit(mine, **ddp(use_distributed_sampler=False)))
     note("stateful", tiny.fit(tiny.loader(kind=StatefulDataLoader), **ddp()))
     note("kept", tiny.fit(tiny.loader(), **ddp(budget="keep_samples")))
+    for path, name in ((None, "stream"), (out / "stream" / "step=3.ckpt", "stream_resumed")):
+        data = StatefulDataLoader(Counted(40 - 15 * rank), batch_size=4, collate_fn=numbered)
+        module = Module()
+        train(module, out, data=data, path=path, save="" if path else "stream", every=1)
+        (out / f"{name}.{rank}.json").write_text(json.dumps(module.seen))
     trial.memory_of = FakeMemory  # type: ignore[assignment]
     for strategy in (DDPStrategy, partial(LigerFSDPStrategy, bf16=False)):
         gloo = partial(strategy, process_group_backend="gloo")

@@ -104,3 +104,7 @@ def test_a_sampler_with_replacement_draws_once_for_all_ranks(runs: Path) -> None
     for number in (0, 1):
         drawn = [i for rank in ranks for epoch, numbers in rank if epoch == number for i in numbers]
         assert len(drawn) == 60 and max(drawn.count(i) for i in drawn) > 1
+
+
+def test_streams_are_resumed_each_where_it_was(runs: Path) -> None:
+    assert seen(runs, "stream_resumed", 2) == seen(runs, "stream", 2)[3:]

@@ -78,9 +78,11 @@ class Counted(Stream):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize(("stream", "workers"), [(Stream, 0), (Counted, 0), (Counted, 2)])
+@pytest.mark.parametrize(
+    ("stream", "workers", "limit"), [(Stream, 0, 1.0), (Counted, 0, 1.0), (Counted, 2, 1.0), (Stream, 0, 6)]
+)
 def test_a_stream_is_resumed_by_the_loader_that_can(
-    stream: Any, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stream: Any, workers: int, limit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(path: Any = None) -> Module:
         module = Module()
@@ -88,12 +90,13 @@ def test_a_stream_is_resumed_by_the_loader_that_can(
         data = StatefulDataLoader(stream(), batch_size=4, collate_fn=numbered, num_workers=workers)
         saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1) if path is None else None
         callbacks = [LigerCallback(verbose=False, max_tokens_per_batch=BUDGET), *([saver] if saver else [])]
-        options = {**QUIET, "max_steps": -1, "max_epochs": 2, "enable_checkpointing": saver is not None}
+        options = {**QUIET, "max_steps": -1, "max_epochs": 2, "limit_train_batches": limit}
+        options["enable_checkpointing"] = saver is not None
         L.Trainer(callbacks=callbacks, **options).fit(module, data, ckpt_path=path)
         return module
 
     whole = run()
-    assert [sorted(by_epoch(whole, e)) for e in (0, 1)] == [list(range(60))] * 2
+    assert limit == 6 or [sorted(by_epoch(whole, e)) for e in (0, 1)] == [list(range(60))] * 2
     steps = len(whole.seen) // 2
     for step in (3, steps, steps + 2):
         assert run(tmp_path / f"step={step}.ckpt").seen == whole.seen[step:], step
