@@ -11,10 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
-from lightning_liger.data.cost import cost_of
-from lightning_liger.data.out_of_memory import explained
-from lightning_liger.data.report import BatchingReport
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.meter import Meter
@@ -110,7 +108,6 @@ class LigerCallback(_Base):
         self._meter: Meter | None = None
         self._batches: TokenBatches | None = None
         self._weights: TokenWeights | None = None
-        self._batching = BatchingReport()
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._first_batch = True
         self._logged = False
@@ -140,30 +137,8 @@ class LigerCallback(_Base):
 
         self._wrap(strategy, "setup", setup)
         self._wrap(strategy, "batch_to_device", to_device)
-        if self.settings.max_tokens_per_batch is not None and stage == "fit":
-            self._batch_by_tokens(trainer, pl_module)
-
-    def _batch_by_tokens(self, trainer: Any, pl_module: Any) -> None:
-        settings, strategy = self.settings, trainer.strategy
-        assert settings.max_tokens_per_batch is not None
-        self._batching = BatchingReport()
-        batches = TokenBatches(
-            settings.max_tokens_per_batch,
-            settings.length_fn,
-            settings.overlong,
-            functools.partial(cost_of, pl_module),
-            self._batching,
-        )
-        self._batches = batches
-        process_dataloader = strategy.process_dataloader
-
-        def process(loader: Any) -> Any:
-            loader = process_dataloader(loader)
-            return batches.rebuild(loader, trainer) if trainer.training else loader
-
-        self._wrap(strategy, "process_dataloader", process)
-        for name in ("training_step", "backward", "optimizer_step"):
-            self._wrap(strategy, name, explained(getattr(strategy, name), batches.describe_batch))
+        if stage == "fit":
+            self._batches = batch_by_tokens(trainer, pl_module, self.settings, self._wrap)
 
     def _weigh_tokens(self, trainer: Any) -> None:
         check_weighable(trainer)
@@ -195,7 +170,8 @@ class LigerCallback(_Base):
         settings, notes = fit_to_strategy(trainer.strategy, self.settings)
         self._accelerated = accelerate(pl_module, settings)
         self.report = self._accelerated.report
-        self.report.batching = self._batching
+        if self._batches is not None:
+            self.report.batching = self._batches.report
         for note in notes:
             self.report.note(note)
 
@@ -305,7 +281,7 @@ class LigerCallback(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_accelerated=None, _meter=None, _wrapped=[])
+        state.update(_accelerated=None, _meter=None, _batches=None, _wrapped=[])
         return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def test_a_second_fit(tmp_path: Path) -> None:
     ours = trainer()
     first, again = Tiny(), Tiny()
     ours.fit(first, loader())
+    pickle.dumps(ours.callbacks[0])
     ours.fit_loop.max_epochs = 4
     ours.fit(again, loader())
     assert [sorted(flat(again.epoch(e))) for e in (2, 3)] == [EVERYTHING] * 2
