@@ -18,7 +18,7 @@ from lightning_liger.data.planner import Cost, Ints
 from lightning_liger.data.ranks import data_parallel, from_first_rank, random_seed
 from lightning_liger.data.rebuilt import Truncating, with_batch_sampler
 from lightning_liger.data.report import BatchingReport
-from lightning_liger.data.sampler import Place, TokenBatchSampler
+from lightning_liger.data.sampler import Place, Share, TokenBatchSampler
 from lightning_liger.data.stream import AgreeingLoader, packed_stream
 
 
@@ -52,6 +52,7 @@ class TokenBatches:
         self._streams: list[AgreeingLoader] = []
         self._told: list[int] = []  # lengths that Lightning knows
         self._resuming: list[dict[str, Any]] = []
+        self._asked_before: int | str | None = None
         self._resumed_late = False
 
     # -- loaders ---------------------------------------------------------------------------------------------------
@@ -83,8 +84,10 @@ class TokenBatches:
         order = epoch_order(loader, self._seed)
         if self._place is None:
             self._place = Place(trainer.current_epoch, 0)
-        drawn = order.draw(order.seed, self._place.epoch)
-        share = choose_share(self.budget, lengths, len(drawn), before, ranks, loader, trainer, self.report)
+        share = self._share_of_checkpoint(len(self._samplers), ranks)
+        if share is None:
+            drawn = len(order.draw(order.seed, self._place.epoch))
+            share = choose_share(self.budget, lengths, drawn, before, ranks, loader, trainer, self.report)
         self._check_overlong(lengths, share.budget)
         sampler = TokenBatchSampler(
             self._without_overlong(order, lengths, share.budget),
@@ -241,20 +244,35 @@ class TokenBatches:
         place = self._place
         return {
             "seed": self._seed,
+            "asked": self.budget,
             "progress": [] if place is None else [sampler.progress(place) for sampler in self._samplers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seed = state["seed"]
         self._resuming = state["progress"]
+        self._asked_before = state["asked"]
         self._resumed_late = bool(self._samplers)
         self._resume()
 
     def _resume(self) -> None:
         """Give what the checkpoint says to the samplers that are there, in their order."""
-        for sampler, progress in zip(self._samplers, self._resuming, strict=False):
+        for number, (sampler, progress) in enumerate(zip(self._samplers, self._resuming, strict=False)):
+            share = self._share_of_checkpoint(number, sampler.share.ranks)
+            if share is not None:
+                sampler.share, self.report.budget = share, share.budget
             sampler.resume(progress)
             self._place = sampler.place
+
+    def _share_of_checkpoint(self, number: int, ranks: int) -> Share | None:
+        """What was found for a loader before: a search may find a little more or less now, and other batches."""
+        if isinstance(self.budget, int) or self.budget != self._asked_before or number >= len(self._resuming):
+            return None
+        share = Share(*self._resuming[number]["share"])
+        if share.ranks != ranks:
+            return None
+        self.report.found = f"{share.budget:,} tokens as in the checkpoint"
+        return share
 
 
 def _cycled(trainer: Any) -> bool:

@@ -148,6 +148,7 @@ class TokenBatchSampler(BatchSampler):
             "epoch": place.epoch,
             "seed": self._seed,
             "samples": len(self._lengths),
+            "share": (self.share.ranks, self.share.budget, self.share.samples),
             "stretches": [(s.share.ranks, s.share.budget, s.share.samples, s.planned, s.steps) for s in stretches],
         }
 

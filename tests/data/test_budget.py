@@ -187,7 +187,33 @@ def test_other_errors_pass() -> None:
         explained(lambda: {}["a"], lambda: "")()
 
 
-def test_a_found_budget_is_resumed(tmp_path: Path) -> None:
+class Asking(Watched):
+    """Makes the loader before the checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("kind", [Watched, Asking])
+def test_a_found_budget_is_resumed(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "memory_of", FakeMemory)
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = fit(loader(), budget="keep_samples", callbacks=[saver], enable_checkpointing=True)
-    assert fit(loader(), budget="keep_samples", path=tmp_path / "step=4.ckpt").seen == whole.seen[4:]
+    whole = fit(loader(), module=kind(), budget="auto", callbacks=[saver], enable_checkpointing=True)
+    # the device has less room now
+    monkeypatch.setattr(FakeMemory, "available", lambda self: 70_000)
+    again = fit(loader(), module=kind(), budget="auto", path=tmp_path / "step=3.ckpt")
+    assert again.seen == whole.seen[3:]
+    assert report(again)["budget"] == report(whole)["budget"]
+    assert "as in the checkpoint" in report(again)["found"]
+
+
+def test_another_budget_goes_on_with_the_rest(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = fit(loader(), callbacks=[saver], enable_checkpointing=True)
+    before = [i for _, numbers in whole.seen[:3] for i in numbers]
+    for budget in (40, "keep_samples"):
+        after = fit(loader(), budget=budget, path=tmp_path / "step=3.ckpt")
+        assert report(after)["budget"] != 64
+        assert sorted(before + [i for batch in after.epoch(0) for i in batch]) == list(range(60))
+        assert sorted(i for batch in after.epoch(1) for i in batch) == list(range(60))
