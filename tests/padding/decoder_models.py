@@ -135,8 +135,9 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def angles(dim: int, length: int = LONGEST) -> Tensor:
-    return torch.outer(torch.arange(length).float(), 1.0 / (1e4 ** (torch.arange(0, dim, 2).float() / dim)))
+def angles(dim: int, length: int = LONGEST, device: torch.device | None = None) -> Tensor:
+    places = torch.arange(length, device=device).float()
+    return torch.outer(places, 1.0 / (1e4 ** (torch.arange(0, dim, 2, device=device).float() / dim)))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ class Llama(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
-        turns = angles(WIDTH // HEADS)[:length].to(tokens.device)
+        turns = angles(WIDTH // HEADS, length, tokens.device)
         rope: tuple[Tensor, ...] = ()
         if self.kind == "passed":
             rope = (torch.cat((turns, turns), -1).cos(), torch.cat((turns, turns), -1).sin())
