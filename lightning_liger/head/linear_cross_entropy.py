@@ -9,7 +9,7 @@ three matrix products as in the plain run; for ``reduction="none"`` the chunk is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_liger.head.chunks import row_chunks
 from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
 from lightning_liger.head.sums import WeightSum, sum_dtype
-from lightning_liger.head.tail import TailOp, tail_with_slopes
+from lightning_liger.head.tail import TailOp, apply_tail, tail_with_slopes
 
 Observer: TypeAlias = Callable[[Tensor, slice], None]
 
@@ -84,6 +84,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         tail, smoothing, last, per_row, dtype, triton = ctx.meta
+        if per_row and torch.is_grad_enabled():  # create_graph=True
+            gradients = _differentiably(ctx.saved_tensors, ctx.needs_input_grad, tail, smoothing, dtype, grad)
+            return (*gradients, *(None,) * 8)
         refuse_second_derivative()
         if per_row:
             rows, weight, bias, target = ctx.saved_tensors
@@ -95,6 +98,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             gradients = handed_out(ctx.saved_tensors, grad * last, triton=triton)
         return (*gradients, *(None,) * 8)
+
+
+def _differentiably(
+    saved: Sequence[Any],
+    needs: Sequence[bool],
+    tail: tuple[TailOp, ...],
+    smoothing: float,
+    dtype: torch.dtype,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients that have gradients themselves, all rows at once."""
+    rows, weight, bias, target = saved
+    z = apply_tail(head_product(rows, weight, bias, dtype).to(sum_dtype(dtype)), tail)
+    losses = torch.nn.functional.cross_entropy(z, target, reduction="none", label_smoothing=smoothing)
+    wanted = [t for t, need in zip((rows, weight, bias), needs[:3], strict=True) if need]
+    found = iter(torch.autograd.grad(losses, wanted, grad.to(losses.dtype), create_graph=True))
+    return tuple(next(found) if need else None for need in needs[:3])
 
 
 def _chunks(
@@ -122,7 +142,10 @@ def _chunks(
     # one chunk needs no sums in fp32 beside the gradient that is given back
     narrow = triton and want and wanted[1] and weight.dtype == dtype
     spared = weight.numel() * (sums.itemsize - dtype.itemsize) if narrow else 0
-    parts = row_chunks(n, vocab, rows.device, dtype.itemsize if triton else 4, in_place=triton, spared=spared)
+    entry_bytes = dtype.itemsize if triton else 4
+    # a number for each row is wanted where other things are large: log-probabilities under several models
+    sparing = not isinstance(scale, float)
+    parts = row_chunks(n, vocab, rows.device, entry_bytes, in_place=triton, sparing=sparing, spared=spared)
     d_weight = WeightSum(weight, dtype, single=len(parts) == 1) if want and wanted[1] else None
     logits = _LogitsBuffer(parts, vocab, dtype, rows.device) if triton else None
     chunk_loss = _triton_chunk if triton else _torch_chunk

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_liger.head.choosing import choose
 from lightning_liger.head.lazy import LazyRows, View, handles
+from lightning_liger.head.likelihood import Alone, losses_of
 from lightning_liger.head.linear_cross_entropy import linear_cross_entropy
 from lightning_liger.head.means import mean_over
 from lightning_liger.head.mixing import aligned, given_view, has_head, joined, mixed
@@ -117,7 +118,8 @@ def _labelled(
     keep, labels, position = choice.keep, choice.labels, choice.position
     if choice.on_padding and reduction == "none":
         # The losses of padded positions are often masked away afterwards: leave them to whoever reads them.
-        return _each_loss(input, target, ignore_index, program).to(_loss_dtype(input))
+        alone = losses_of(view, smoothing) if simple is view else None
+        return _each_loss(input, target, ignore_index, program, alone).to(_loss_dtype(input))
     if simple is not None and reduction != "none" and not choice.on_padding and keep.numel() and joins_others(view):
         total = _each_loss(input, target, ignore_index, program).sum()
         if reduction == "sum":
@@ -159,7 +161,9 @@ def _labelled(
     return mean_over(losses, keep.numel()) if reduction == "mean" and weight is None else losses
 
 
-def _each_loss(input: LazyRows, target: Tensor, ignore_index: int, program: Program) -> Tensor:
+def _each_loss(
+    input: LazyRows, target: Tensor, ignore_index: int, program: Program, alone: Alone | None = None
+) -> Tensor:
     ignored = target == ignore_index
     labels = target.masked_fill(ignored, 0).long()
 
@@ -167,7 +171,7 @@ def _each_loss(input: LazyRows, target: Tensor, ignore_index: int, program: Prog
         (loss,) = program(z, labels)
         return (loss.masked_fill(ignored, 0.0),)
 
-    (found,) = rowwise(input, masked, "the loss", (labels, ignored))
+    (found,) = rowwise(input, masked, "the loss", (labels, ignored), alone=alone)
     return found.masked_fill(ignored, 0.0)
 
 

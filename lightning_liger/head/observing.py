@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.chunks import chunk_rows
+from lightning_liger.head.chunks import rows_of_copies
 from lightning_liger.head.memory import detached
 from lightning_liger.head.plan import Products
 from lightning_liger.head.readings import Habits, Loss, Reading, leaf_of, named
@@ -46,7 +46,8 @@ class Observation:
 
     def __call__(self, product: Tensor, part: slice) -> None:
         """Read rows ``part`` of the loss: ``product`` ``(n, V)``, which is overwritten afterwards."""
-        step = chunk_rows(product.shape[-1], product.device, 8)
+        copies = 1 + max((r.copies for r in self.readings.values()), default=0)
+        step = rows_of_copies(product.shape[-1], product.device, copies)
         for start in range(0, product.shape[0], step):
             piece = product[start : start + step]
             z = Products([piece.to(sum_dtype(piece.dtype))])

@@ -67,7 +67,7 @@ class _PerRow(torch.autograd.Function):
 def values(plan: Plan, program: Program, extras: Sequence[Tensor], tensors: Grouped) -> tuple[Tensor, ...]:
     """``program`` on every chunk, without gradients."""
     outputs: list[Tensor] = []
-    for part in in_parts(plan):
+    for part in plan.parts():
         made = program(plan.evaluate(plan.products(tensors, part)), *(e[part] for e in extras))
         if not outputs:
             outputs = [torch.empty((plan.n, *m.shape[1:]), dtype=m.dtype, device=m.device) for m in made]
@@ -96,10 +96,6 @@ def differentiably(
     return tuple(next(found) if need else None for need in needs)
 
 
-def in_parts(plan: Plan) -> list[slice]:
-    return [slice(s, min(s + plan.step, plan.n)) for s in range(0, max(plan.n, 1), plan.step)]
-
-
 def grouped(plan: Plan, inputs: Sequence[Tensor | None]) -> Grouped:
     flat = iter(inputs)
     return [[next(flat) for _ in range(leaf.inputs)] for leaf in plan.leaves]
@@ -122,7 +118,7 @@ def with_gradients(
         for leaf, group, want in zip(plan.leaves, tensors, wanted, strict=True)
     ]
     total: Tensor | None = None
-    for part in in_parts(plan):
+    for part in plan.parts(backward=True):
         products = plan.products(tensors, part)
         z = Products(
             p.detach().requires_grad_(any(w) and p.is_floating_point()) for p, w in zip(products, wanted, strict=True)

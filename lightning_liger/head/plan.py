@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.head.chunks import chunk_rows
+from lightning_liger.head.chunks import rows_of_copies
 from lightning_liger.head.sums import sum_dtype
 from lightning_liger.head.tail import NORMALISERS, TailOp, apply_tail
 from lightning_liger.head.view import Given, Mix, Source, View
@@ -38,12 +38,16 @@ class Plan:
         self.width = view.source.width
         self.device = view.source.device
         self.leaves: list[Leaf] = []
+        # tensors of a chunk's size that the expression is made of
+        self.copies = 0
+        self._counted: set[Any] = set()
         self.inputs: list[Tensor | None] = []
         self._slots: dict[Any, int] = {}
         self._indexed: dict[Any, Tensor] = {}
         # whoever an id in the two tables names must live as long as they do
         self._alive: list[Any] = []
         self.evaluate = self._expression(view, position)
+        self.copies += len(self._counted)
         self._slots.clear()
         self._indexed.clear()
         self._alive.clear()
@@ -51,11 +55,13 @@ class Plan:
     def _expression(self, view: View, position: Tensor) -> Callable[[Products], Tensor]:
         source, tail, dtype = view.source, view.tail, view.dtype
         if isinstance(source, Mix):
+            self.copies += 1 + len(tail)
             left = self._expression(source.left, self._at(source.left, position))
             right = self._expression(source.right, self._at(source.right, position))
             op = source.op
             return lambda z: _lifted(apply_tail(_lifted(op(left(z), right(z)), dtype), tail), dtype)
         slot = self._slot(source, position)
+        self._counted |= {(slot, tail[:i]) for i in range(len(tail) + 1)}
         return lambda z: _lifted(_tailed(z, slot, tail, dtype == torch.float64), dtype)
 
     def _at(self, view: View, position: Tensor) -> Tensor:
@@ -93,10 +99,14 @@ class Plan:
 
     # -- one chunk ---------------------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        # a normaliser, its gradient and the product's own copy live at once: twice the bytes for an entry
-        return max(1, chunk_rows(self.width, self.device, 8) // max(1, len(self.leaves)))
+    def parts(self, *, backward: bool = False) -> list[slice]:
+        """Chunks of rows, of which all copies that are made on the way fit into the budget."""
+        # the program's own; backward holds what forward made, and gradients beside it
+        copies = 2 * self.copies + 2 if backward else self.copies + 1
+        step = rows_of_copies(self.width, self.device, copies)
+        if self.device.type == "cpu":
+            step = max(1, step // max(1, len(self.leaves)))
+        return [slice(s, min(s + step, self.n)) for s in range(0, max(self.n, 1), step)]
 
     def products(self, tensors: Sequence[Sequence[Tensor | None]], part: slice) -> Products:
         """The rows of every leaf in the dtype of the computation, fp32 at least."""

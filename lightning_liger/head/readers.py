@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.lazy import HANDLERS, LazyRows, handles, lazy
+from lightning_liger.head.likelihood import likelihood_of
 from lightning_liger.head.mixing import has_head
 from lightning_liger.head.parts import consumes, expanded_index
 from lightning_liger.head.rowwise import rounded, rowwise
@@ -64,7 +65,8 @@ def _gather(tensor: LazyRows, dim: int, index: Tensor, *, sparse_grad: bool = Fa
     if lead != view.position.shape:
         corner = tuple(slice(n) for n in lead)
         tensor = tensor.movedim(view.vdim, -1)[corner]  # type: ignore[assignment]
-    (found,) = rowwise(tensor, lambda z, i: (z.gather(-1, i),), "gather", (wanted,))
+    alone = likelihood_of(tensor.view_, keepdim=True) if wanted.shape[-1] == 1 else None
+    (found,) = rowwise(tensor, lambda z, i: (z.gather(-1, i),), "gather", (wanted,), alone=alone)
     return found.to(view.dtype).movedim(-1, dim)
 
 
@@ -127,7 +129,8 @@ def _each(tensor: LazyRows, wanted: Any, rest: list[Any]) -> Any:
         (found,) = rowwise(tensor, lambda z: (z[:, ids],), "indexing")
         return found.to(view.dtype)
     made.parents, made.replay = (tensor,), lambda values: values.movedim(view.vdim, -1)[tuple(places)]
-    (found,) = rowwise(made, lambda z, i: (z.gather(-1, i[:, None])[:, 0],), "indexing", (ids,))
+    alone = likelihood_of(made.view_, keepdim=False)
+    (found,) = rowwise(made, lambda z, i: (z.gather(-1, i[:, None])[:, 0],), "indexing", (ids,), alone=alone)
     return found.to(view.dtype)
 
 

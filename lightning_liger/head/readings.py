@@ -20,10 +20,15 @@ _MOST_FOLLOWERS = 6
 
 @dataclass(frozen=True)
 class Reading:
-    """What one reader makes of the product of a chunk. Holds no tensor that gradients reach."""
+    """What one reader makes of the product of a chunk. Holds no tensor that gradients reach.
+
+    Attributes:
+        copies: tensors of the chunk's size on the way.
+    """
 
     evaluate: Callable[[Products], Tensor]
     program: Program
+    copies: int = 1
 
     def __call__(self, products: Products, *extras: Tensor) -> tuple[Tensor, ...]:
         return self.program(self.evaluate(products), *extras)
@@ -134,9 +139,10 @@ def leaf_of(view: View, position: Tensor) -> tuple[View, Tensor]:
 
 @dataclass(frozen=True)
 class Loss:
-    """Names a loss over labels as the first reader."""
+    """Names a loss over labels, or log-probabilities of ids, as the first reader."""
 
     expression: Hashable
+    differentiable: bool = True
 
 
 @dataclass(frozen=True)

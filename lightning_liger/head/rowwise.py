@@ -8,13 +8,19 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.lazy import LazyRows
+from lightning_liger.head.likelihood import Alone
 from lightning_liger.head.per_row import Program
 from lightning_liger.head.sharing import read
 from lightning_liger.head.unsettled import Unsettled, unsettled
 
 
 def rowwise(
-    tensor: LazyRows, program: Program, what: str, extras: tuple[Tensor, ...] = (), key: Hashable = None
+    tensor: LazyRows,
+    program: Program,
+    what: str,
+    extras: tuple[Tensor, ...] = (),
+    key: Hashable = None,
+    alone: Alone | None = None,
 ) -> tuple[Tensor, ...]:
     """``program`` at every position of ``tensor``.
 
@@ -22,7 +28,7 @@ def rowwise(
         program: as for :func:`per_row`: from ``(n, V)`` to a tuple of tensors with ``n`` rows.
         what: the reader's name, for reports and errors.
         extras: tensors of ``(*lead, ...)``, cut like the rows.
-        key: as for :func:`read`.
+        key, alone: as for :func:`read`.
 
     Returns:
         Tensors of ``(*lead, ...)``, where ``lead`` is the tensor's shape without the vocabulary. Rows of padding are
@@ -40,15 +46,15 @@ def rowwise(
         view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
     if whole or pads is None or keep is None:
         settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
-        return tuple(o.view((*lead, *o.shape[1:])) for o in read(view, flat, program, what, settled, key))
-    known = read(view, flat[keep], program, what, tuple(_known(e, keep) for e in flat_extras), key)
+        return tuple(o.view((*lead, *o.shape[1:])) for o in read(view, flat, program, what, settled, key, alone))
+    known = read(view, flat[keep], program, what, tuple(_known(e, keep) for e in flat_extras), key, alone)
     filled: list[tuple[Tensor, ...]] = []
 
     def fill() -> tuple[Tensor, ...]:
         if not filled:
             full = view.with_padding(what, differentiable)
             settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
-            found = read(full, flat, program, what, settled, key)
+            found = read(full, flat, program, what, settled, key, alone)
             filled.append(tuple(o.view((*lead, *o.shape[1:])) for o in found))
             for o in filled[0]:
                 full.watch_padding(o, what)

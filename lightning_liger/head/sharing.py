@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.head.likelihood import Alone, is_alone
 from lightning_liger.head.observing import observed
 from lightning_liger.head.per_row import Program, differentiably, grouped, per_row, values, with_gradients
 from lightning_liger.head.plan import Plan, Products
@@ -28,7 +29,13 @@ from lightning_liger.mirrored import ordinary
 
 
 def read(
-    view: View, position: Tensor, program: Program, what: str, extras: tuple[Tensor, ...] = (), key: Hashable = None
+    view: View,
+    position: Tensor,
+    program: Program,
+    what: str,
+    extras: tuple[Tensor, ...] = (),
+    key: Hashable = None,
+    alone: Alone | None = None,
 ) -> tuple[Tensor, ...]:
     """:func:`per_row`, sharing products with other readers of the same rows.
 
@@ -36,40 +43,48 @@ def read(
         what: the reader's name.
         key: names ``program`` among all that ``what`` reads with, if it is the same function in every call and takes
             no extras; None if it is not.
+        alone: the same by a kernel that shares nothing.
     """
     view.gather()
     with torch.autocast(view.source.device.type, enabled=False):
+        if alone is not None and not _is_recomputed() and is_alone(view, ordinary(position)):
+            return alone(view, ordinary(position), ordinary(extras))
         plan = Plan(view, ordinary(position))
-        if not plan.is_one_product or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            # recomputation under checkpointing must find each reader as it was, alone
+        if not plan.is_one_product or _is_recomputed():
             return per_row(view, position, program, extras)
         inputs, plan.inputs = plan.inputs, []
         extras = ordinary(extras)
         expression = named(view)
         name = None if key is None or expression is None else (expression, what, key)
-        reading = Reading(plan.evaluate, program)
+        reading = Reading(plan.evaluate, program, plan.copies)
         differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if name is not None and not differentiable:
 
             def compute(some: Tensor) -> tuple[Tensor, ...]:
                 part = Plan(view, ordinary(position)[ordinary(some)])
-                return values(_raw(part), reading, (), grouped(part, part.inputs))
+                return values(_raw(part, [reading]), reading, (), grouped(part, part.inputs))
 
             if (along := observed(view, position, name, reading, compute)) is not None:
                 return along
         readings = readings_of(view, position, None if expression is None else (expression, what))
         found = _found(readings, name, reading, plan, extras, inputs)
+        if differentiable or (isinstance(readings.first, Loss) and not readings.first.differentiable):
+            _count(readings)
         if not differentiable:
             return found
-        _count(readings)
         if readings.token is None:
-            readings.token = _Shared.apply(_raw(plan), readings.deposits, *inputs)
+            readings.token = _Shared.apply(_raw(plan, []), readings.deposits, *inputs)
             view.watch_backward(readings.token)
         outputs: tuple[Tensor, ...] = _Reader.apply(
             plan, readings.deposits, reading, extras, found, readings.token, *inputs
         )
     view.watch_backward(*outputs)
     return outputs
+
+
+def _is_recomputed() -> bool:
+    """Whether checkpointing will run this again, and must find each reader as it was, whoever else reads."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _found(
@@ -96,7 +111,7 @@ def _found(
         return tuple(t for m in made for t in m)
 
     with torch.no_grad():
-        outputs = iter(values(_raw(plan), program, extras, grouped(plan, inputs)))
+        outputs = iter(values(_raw(plan, together), program, extras, grouped(plan, inputs)))
     groups = [tuple(next(outputs) for _ in range(counts[i])) for i in range(len(together))]
     readings.guessed.update(zip(others, groups[1:], strict=True))
     return groups[0]
@@ -108,9 +123,10 @@ def _count(readings: Readings) -> None:
         readings.habits.joined.add(readings.first)
 
 
-def _raw(plan: Plan) -> Plan:
-    """The same products, given to the program as they are."""
+def _raw(plan: Plan, readings: Sequence[Reading]) -> Plan:
+    """The same products, given as they are to a program of ``readings``."""
     made = copy.copy(plan)
+    made.copies = sum(r.copies for r in readings)
     made.evaluate = lambda products: products  # type: ignore[assignment, return-value]
     return made
 
@@ -155,6 +171,7 @@ class _Shared(torch.autograd.Function):
             made = [d.reading(products, *(next(rest) for _ in d.extras)) for d in deposits]
             return tuple(t for m in made for t in m)
 
+        plan.copies = sum(d.reading.copies for d in deposits)
         tensors = grouped(plan, ctx.saved_tensors)
         _, gradients = with_gradients(plan, program, extras, tensors, needs, grads=grads)
         return (None, None, *gradients)

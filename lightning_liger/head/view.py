@@ -91,6 +91,10 @@ class View:
         self.mapped(lambda t: found.setdefault(id(t), t))
         return list(found.values())
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(t.requires_grad for t in self.tensors())
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> View:
         """The same view over other rows, weights and given values."""
         source = self.source

@@ -11,7 +11,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "head"))
 
-from preference_losses import Loss, dpo, grpo, kl_to_the_reference
+from preference_losses import Loss, cpo, dpo, grpo, kl_to_the_reference
 
 from lightning_liger.head.lazy import Head, LazyRows
 from lightning_liger.head.readings import Habits
@@ -30,7 +30,7 @@ def _head(trained: bool, seed: int) -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(trained), weight.requires_grad_(trained)
 
 
-@pytest.mark.parametrize("loss", [dpo, grpo, kl_to_the_reference], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [dpo, cpo, grpo, kl_to_the_reference], ids=lambda f: f.__name__)
 def test_peak(loss: Loss) -> None:
     (hidden, weight), (other_hidden, other_weight) = _head(True, 0), _head(False, 1)
     ids = torch.randint(0, VOCAB, (BATCH, LENGTH), device="cuda")
@@ -53,5 +53,5 @@ def test_peak(loss: Loss) -> None:
         extra = torch.cuda.max_memory_allocated() - before - gradient
         print(f"{loss.__name__}: {extra / 2**30:.2f} GiB beside dW; one (B, S, V) tensor is {LOGITS / 2**30:.2f} GiB")
         assert value.isfinite() and weight.grad is not None and bool(weight.grad.any())
-        assert extra < 0.75 * LOGITS
+        assert extra < LOGITS / 4
     assert report.materialised_by == {}
