@@ -13,8 +13,8 @@ from lightning_liger.padding.backends.registry import BACKENDS, Backend, by_name
 from lightning_liger.padding.layout import Layout
 
 # Measured on an H200, T = 16,384, forward and backward, FlashAttention 2 against 4 in TFLOP/s: heads of 64, documents
-# of 512: 75 and 59; of 4,096: 236 and 429; heads of 128, documents of 512: 140 and 212.
-_LONG = 65536
+# of 512: 48 and 75; of 4,096: 215 and 398; heads of 128, documents of 512: 99 and 140.
+_LONG = 32768
 _FOR_LONG = ("fa4", "fa3", "fa2", "varlen", "flex", "sdpa")
 _FOR_SHORT = ("fa2", "varlen", "fa4", "fa3", "flex", "sdpa")
 # FlexAttention compiles for some seconds, which fp32 runs, small and exact ones mostly, do not earn back.
