@@ -15,7 +15,9 @@ _IN_PLACE = {"cpu": 1.0, "cuda": 1.5}
 # The same kernel where no gradient of a weight is summed in the first pass, and others hold logits of their own.
 _SPARING = {"cpu": 1.0, "cuda": 0.75}
 # All copies of one chunk that a program of several steps makes.
-_COPIES_BYTES = 768 << 20
+_COPIES_BYTES = 512 << 20
+# Gradients of several chunks side by side, to be multiplied at once.
+_TOGETHER_BYTES = {"cpu": 0, "cuda": 192 << 20}
 # Rows of a matrix product are computed in tiles of so many.
 _TILE = {"cpu": 1, "cuda": 128}
 
@@ -35,6 +37,11 @@ def rows_of_copies(vocab: int, device: torch.device, copies: int) -> int:
     if _kind(device) == "cpu":
         return chunk_rows(vocab, device, 8)
     return max(_TILE["cuda"], _COPIES_BYTES // (4 * copies * vocab) // _TILE["cuda"] * _TILE["cuda"])
+
+
+def rows_together(vocab: int, device: torch.device, entry_bytes: int, step: int) -> int:
+    """How many rows' gradients, of chunks of ``step`` rows, are multiplied at once; 0 for every chunk by itself."""
+    return _TOGETHER_BYTES[_kind(device)] // (entry_bytes * vocab) // max(1, step) * step
 
 
 def row_chunks(

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_liger.head.collecting import Collected
 from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
 from lightning_liger.head.plan import Leaf, Plan, Products
-from lightning_liger.head.sums import add_product, sum_dtype
+from lightning_liger.head.sums import sum_dtype
 from lightning_liger.head.view import View
 from lightning_liger.mirrored import ordinary
 
@@ -118,7 +119,12 @@ def with_gradients(
         for leaf, group, want in zip(plan.leaves, tensors, wanted, strict=True)
     ]
     total: Tensor | None = None
-    for part in plan.parts(backward=True):
+    parts = plan.parts(backward=True)
+    collected = [
+        None if leaf.dtype is None else Collected(group, bucket, leaf.dtype, parts[0].stop)
+        for leaf, group, bucket in zip(plan.leaves, tensors, sums, strict=True)
+    ]
+    for part in parts:
         products = plan.products(tensors, part)
         z = Products(
             p.detach().requires_grad_(any(w) and p.is_floating_point()) for p, w in zip(products, wanted, strict=True)
@@ -137,10 +143,18 @@ def with_gradients(
         if not chosen or not leaves:
             continue
         found = iter(torch.autograd.grad([m for m, _ in chosen], leaves, [g for _, g in chosen], allow_unused=True))
-        for leaf, group, bucket, x in zip(plan.leaves, tensors, sums, z, strict=True):
+        for leaf, bucket, product, x in zip(plan.leaves, sums, collected, z, strict=True):
             dz = next(found) if x.requires_grad else None
-            if dz is not None:
-                _accumulate(leaf, group, bucket, dz, part)
+            if dz is None:
+                continue
+            if product is not None:
+                product.add(dz, part)
+            elif bucket[0] is not None:
+                assert leaf.index is not None
+                bucket[0].index_add_(0, leaf.index[part], dz.to(bucket[0].dtype))
+    for product in filter(None, collected):
+        product.flush()
+    collected.clear()
     gradients = tuple(
         None if s is None or t is None else s.to(t.dtype)
         for group, bucket in zip(tensors, sums, strict=True)
@@ -156,28 +170,6 @@ def _zeros(tensor: Tensor | None, leaf: Leaf) -> Tensor | None:
     if leaf.dtype is not None:
         dtype = torch.promote_types(dtype, sum_dtype(leaf.dtype))
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-
-
-def _accumulate(
-    leaf: Leaf, tensors: Sequence[Tensor | None], sums: list[Tensor | None], dz: Tensor, part: slice
-) -> None:
-    if leaf.dtype is None:
-        (total,) = sums
-        if total is not None:
-            assert leaf.index is not None
-            total.index_add_(0, leaf.index[part], dz.to(total.dtype))
-        return
-    rows, weight, _ = tensors
-    d_rows, d_weight, d_bias = sums
-    assert rows is not None and weight is not None
-    dtype = leaf.dtype
-    gradient = dz.to(dtype)
-    if d_rows is not None:
-        d_rows[part] = gradient @ weight.to(dtype)
-    if d_weight is not None:
-        add_product(d_weight, gradient.to(dtype), rows[part].to(dtype))
-    if d_bias is not None:
-        d_bias += dz.sum(0, dtype=d_bias.dtype)
 
 
 def per_row(

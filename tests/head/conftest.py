@@ -11,8 +11,9 @@ from lightning_liger.head import chunks
 
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks() -> Iterator[None]:
-    before = dict(chunks._MIN_ROWS), dict(chunks._CHUNK_BYTES)
-    chunks._MIN_ROWS["cpu"], chunks._CHUNK_BYTES["cpu"] = 4, 16
+    tables = chunks._MIN_ROWS, chunks._CHUNK_BYTES, chunks._TOGETHER_BYTES
+    before = [dict(table) for table in tables]
+    chunks._MIN_ROWS["cpu"], chunks._CHUNK_BYTES["cpu"], chunks._TOGETHER_BYTES["cpu"] = 4, 16, 12 * 31 * 8
     yield
-    chunks._MIN_ROWS.update(before[0])
-    chunks._CHUNK_BYTES.update(before[1])
+    for table, values in zip(tables, before, strict=True):
+        table.update(values)
