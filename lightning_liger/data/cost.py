@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from lightning_liger.configs import config_value
 from lightning_liger.data.planner import Cost
 
 
@@ -27,8 +28,8 @@ def cost_of(module: nn.Module) -> Cost:
 
 def _sizes(config: Any) -> tuple[int, int] | None:
     """Layers, and the width of what is attended."""
-    found = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
+    found = [config_value(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
     layers, heads, width = (size if isinstance(size, int) else 0 for size in found)
-    head = getattr(config, "head_dim", None)
+    head = config_value(config, "head_dim")
     attended = heads * head if isinstance(head, int) else width
     return (layers, attended) if layers and attended else None

@@ -19,7 +19,7 @@ from lightning_liger.data.untouched import module_untouched
 from lightning_liger.head.pending import settle_pending
 
 # Of the memory that this process can have: the rest is for fragments, and for batches of other shapes.
-_USED = 0.9
+_USED = 0.8
 _SAMPLED_BUDGETS = 16
 
 

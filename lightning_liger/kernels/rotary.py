@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lightning_liger.configs import config_value
 from lightning_liger.kernels.rebuilt import with_globals
 from lightning_liger.kernels.registry import Dtypes, KernelBinding, KernelPatch, strict
 from lightning_liger.kernels.report import OpReport
@@ -63,7 +64,7 @@ def _names(code: CodeType) -> list[str]:
 def _head_dim(layer: nn.Module) -> int:
     for owner in (layer, getattr(layer, "config", None)):
         for name in ("head_dim", "head_size"):
-            if isinstance(value := getattr(owner, name, None), int):
+            if isinstance(value := config_value(owner, name), int):
                 return value
     return _HEAD_DIM
 

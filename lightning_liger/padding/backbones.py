@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from lightning_liger.configs import config_value
 from lightning_liger.padding.attention import uses_attention_interface
 
 
@@ -50,14 +51,14 @@ def attention_layers(backbone: nn.Module) -> list[nn.Module]:
 def attention_dropout(backbone: Any) -> frozenset[str]:
     """What the configuration asks of attention in training, in the words of ``Features.asked``."""
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    given = (getattr(backbone.config, name, None) for name in names)
+    given = (config_value(backbone.config, name) for name in names)
     return frozenset({"attention dropout"} if any(isinstance(p, float) and p > 0 for p in given) else ())
 
 
 def head_size(backbone: Any) -> int | None:
     """Of queries and keys, as far as the configuration says it."""
     config = backbone.config
-    size, width, heads = (getattr(config, n, None) for n in ("head_dim", "hidden_size", "num_attention_heads"))
+    size, width, heads = (config_value(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
     if isinstance(size, int):
         return size
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None

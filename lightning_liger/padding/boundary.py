@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lightning_liger.configs import config_value
 from lightning_liger.head.lazy import LazyRows
 from lightning_liger.mirrored import ordinary
 from lightning_liger.padding.attention import PackedCall, inside_packed_call, packed_attention
@@ -276,7 +277,7 @@ class PackedBackbone(Rebound):
 
 def _rotates_by_length(config: Any) -> bool:
     """Whether rotary frequencies depend on how long the batch is: ``dynamic`` and ``longrope`` scaling."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    rope = config_value(config, "rope_parameters") or config_value(config, "rope_scaling")
     if not isinstance(rope, dict):
         return False
     kinds = [r.get("rope_type", r.get("type")) for r in (rope, *rope.values()) if isinstance(r, dict)]
