@@ -21,7 +21,8 @@ from lightning_liger.padding.plain_decoder.ragged import (
 )
 
 T = Tensor
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# From torch 2.14 on, ``apply`` is compiled and has no frame; the function's own ``forward`` has one.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 # Code of what calls a block.
 BLOCKS: set[Any] = set()
@@ -92,15 +93,25 @@ def _refuse_functions() -> None:
     frame: Any = sys._getframe(2)
     checkpointed = False
     while frame is not None:
-        if frame.f_code is _APPLY:
-            if frame.f_locals["cls"] is not CheckpointFunction:
-                raise Unpackable(f"an autograd function of its own ({frame.f_locals['cls'].__name__})")
+        function = _function_of(frame)
+        if function is not None and function is not CheckpointFunction:
+            raise Unpackable(f"an autograd function of its own ({function.__name__})")
+        if function is not None:
             checkpointed = True
         elif checkpointed and frame.f_code in BLOCKS:
             raise Unpackable(
                 "reentrant checkpointing of parts of a block; checkpoint whole blocks, or use_reentrant=False"
             )
         frame = frame.f_back
+
+
+def _function_of(frame: Any) -> Any:
+    """The autograd function whose forward this frame is, or None."""
+    if _APPLY is not None:
+        return frame.f_locals["cls"] if frame.f_code is _APPLY else None
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return getattr(first, "_forward_cls", None) if isinstance(first, torch.autograd.function.FunctionCtx) else None
 
 
 def refuse_checkpoint(what: str, scope: Any) -> None:
