@@ -31,6 +31,10 @@ BACKEND = "nccl" if ACCELERATOR == "gpu" else "gloo"
 DEVICE = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if ACCELERATOR == "gpu" else "cpu")
 
 
+# Trainers and their process groups: gloo now and then aborts a process in which a group is collected.
+KEPT: list[list[Run]] = []
+
+
 def own_cross_entropy(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """The loss outside of the model's forward, when a sharded root may have given its parameters back."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -111,6 +115,7 @@ def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def compare(name: str, make: Callable[[], Any], strategy: Callable[[], Any], **options: Any) -> None:
     runs: list[Run] = []
+    KEPT.append(runs)
     modules = []
     for ours in (None, LigerCallback(verbose=False)):
         modules.append(make())
@@ -192,3 +197,5 @@ def main(which: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter

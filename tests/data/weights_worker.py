@@ -106,4 +106,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter

@@ -6,6 +6,7 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -261,3 +262,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -326,3 +328,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter

@@ -5,6 +5,7 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 import warnings
@@ -37,3 +38,5 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
