@@ -23,10 +23,11 @@ from lightning_liger.padding.backends.errors import BackendError, PackingError
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.first_batch import FirstBatch
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
+from lightning_liger.padding.padding_free import PaddingFree
 from lightning_liger.padding.plain import PlainRun, deferred_cache
 from lightning_liger.padding.sources import Unsuitable, find_layout
 from lightning_liger.padding.verdict import Verdict
-from lightning_liger.patching import Rebound, Switch
+from lightning_liger.patching import Switch
 from lightning_liger.report import PaddingReport
 
 # Arguments of a backbone whose meaning is known, besides the token ones handled one by one below.
@@ -36,7 +37,7 @@ _CACHES = ("past_key_values", "cache", "past_key_value")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-class PackedBackbone(Rebound):
+class PackedBackbone(PaddingFree):
     """``forward`` of one backbone, without its padding.
 
     Args:
@@ -57,18 +58,15 @@ class PackedBackbone(Rebound):
         backend: str,
         verdict: Verdict,
     ) -> None:
-        super().__init__(module, switch)
+        super().__init__(module, switch, report)
         self.book = book
-        self.report = report
         self.backend = backend
         self.verdict = verdict
-        self.off: dict[bool, str] = {}
         self.asks: set[str] = set()
         self._first_batch = FirstBatch(self)
         parameters = inspect.signature(type(module).forward).parameters
         self._names = tuple(parameters)[1:]
         self._variadic = tuple(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)
-        self._sharded: bool | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -260,20 +258,6 @@ class PackedBackbone(Rebound):
         wanted = call.get("use_cache")
         return bool(getattr(self.module.config, "use_cache", False) if wanted is None else wanted)
 
-    # -- what was learnt -----------------------------------------------------------------------------------------
-
-    def is_sharded(self) -> bool:
-        """Whether a forward is a collective, so that ranks must run the same number of them."""
-        if self._sharded is None:
-            self._sharded = any(_in_pieces(p) for p in self.module.parameters())
-        return self._sharded
-
-    def leave_padded(self, reason: str, *, training: bool) -> None:
-        """Run later calls of this kind (with gradients or without) as they are."""
-        if training not in self.off:
-            self.off[training] = reason
-            self.report.switched_off(type(self.module).__name__, reason, training=training)
-
 
 def _rotates_by_length(config: Any) -> bool:
     """Whether rotary frequencies depend on how long the batch is: ``dynamic`` and ``longrope`` scaling."""
@@ -286,10 +270,3 @@ def _rotates_by_length(config: Any) -> bool:
 
 def _first(call: dict[str, Any], *names: str) -> Any:
     return next((call[n] for n in names if call.get(n) is not None), None)
-
-
-def _in_pieces(parameter: Tensor) -> bool:
-    """Whether FSDP2, FSDP1 or ZeRO-3 holds the parameter."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor) or hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id")

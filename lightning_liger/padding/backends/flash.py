@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,33 +52,30 @@ def flash_2(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features,
     """``flash_attn.flash_attn_varlen_func`` (package flash-attn)."""
     from flash_attn import flash_attn_varlen_func
 
-    cu, longest = layout.on(q.device).cu_seqlens, max(layout.lengths)
-    q, k, v = _by_token(q, k, v)
-    out = flash_attn_varlen_func(
-        q, k, v, cu, cu, longest, longest,
-        dropout_p=features.dropout,
-        softmax_scale=features.scale,
-        causal=features.causal,
-        window_size=features.window_sides,
-        softcap=features.softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return _first(out)
+    return _launched(flash_attn_varlen_func, q, k, v, layout, features, dropout_p=features.dropout)
 
 
 def flash_3(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, sinks: Tensor | None) -> Tensor:
     """``flash_attn_interface.flash_attn_varlen_func`` (FlashAttention 3)."""
     from flash_attn_interface import flash_attn_varlen_func
 
+    return _launched(flash_attn_varlen_func, q, k, v, layout, features)
+
+
+def _launched(
+    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, **extra: Any
+) -> Tensor:
+    """By a function with the arguments of packages 2 and 3."""
     cu, longest = layout.on(q.device).cu_seqlens, max(layout.lengths)
     q, k, v = _by_token(q, k, v)
-    out = flash_attn_varlen_func(
+    out = function(
         q, k, v, cu, cu, longest, longest,
         softmax_scale=features.scale,
         causal=features.causal,
         window_size=features.window_sides,
         softcap=features.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        **extra,
     )  # fmt: skip
     return _first(out)
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_any, tree_map_only
 from lightning_liger.head.lazy import LazyRows
 from lightning_liger.mirrored import ordinary
 from lightning_liger.padding.backends.errors import BackendError, PackingError
-from lightning_liger.padding.boundary import _in_pieces
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
+from lightning_liger.padding.padding_free import PaddingFree
 from lightning_liger.padding.plain_decoder.dispatch import BLOCKS, name_of, refuse_checkpoint
 from lightning_liger.padding.plain_decoder.layouts import propose_layout, token_ids
 from lightning_liger.padding.plain_decoder.multihead import UnreadTensor
@@ -43,7 +43,7 @@ from lightning_liger.report import NO_PADDING, Report
 _RUN: ContextVar[DecoderRun | None] = ContextVar("lightning_liger_decoder_run", default=None)
 
 
-class PackedDecoder(Rebound):
+class PackedDecoder(PaddingFree):
     """``forward`` of one decoder, without its padding.
 
     The first call that could be packed is made twice more, without gradients and dropout: padded and packed must agree
@@ -58,16 +58,13 @@ class PackedDecoder(Rebound):
     """
 
     def __init__(self, module: nn.Module, switch: Switch, book: LayoutBook, report: Report, backend: str) -> None:
-        super().__init__(module, switch)
+        super().__init__(module, switch, report.padding)
         self.book = book
         self.whole_report = report
-        self.report = report.padding
         self.backend = backend
-        self.off: dict[bool, str] = {}
         self.proven: set[tuple[bool, bool]] = set()
         parameters = inspect.signature(type(module).forward).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
-        self._sharded: bool | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _RUN.get() is not None or torch._C._are_functorch_transforms_active():
@@ -153,20 +150,6 @@ class PackedDecoder(Rebound):
         if not run.embedded:
             raise Unpackable("its tokens do not go through an nn.Embedding as they were passed")
         return output
-
-    # -- what was learnt -----------------------------------------------------------------------------------------
-
-    def is_sharded(self) -> bool:
-        """Whether a forward is a collective, so that ranks must run the same number of them."""
-        if self._sharded is None:
-            self._sharded = any(_in_pieces(p) for p in self.module.parameters())
-        return self._sharded
-
-    def leave_padded(self, reason: str, *, training: bool) -> None:
-        """Run later calls of this kind (with gradients or without) as they are."""
-        if training not in self.off:
-            self.off[training] = reason
-            self.report.switched_off(type(self.module).__name__, reason, training=training)
 
 
 class PackedEmbedding(Rebound):
