@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Plain, Run, assert_engaged, causal_lm, collate, documents, fit
+from helpers import Plain, Run, assert_engaged, causal_lm, collate, documents, fit, leave
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -197,5 +197,4 @@ def main(which: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from helpers import QUIET, Plain, causal_lm, collate, documents
+from helpers import QUIET, Plain, causal_lm, collate, documents, leave
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -107,5 +106,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()

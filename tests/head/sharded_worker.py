@@ -6,7 +6,6 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import causal_lm, collate, documents
+from helpers import causal_lm, collate, documents, leave
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -262,5 +261,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()

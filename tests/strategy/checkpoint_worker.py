@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import Run
+from helpers import Run, leave
 from resuming import EXACT, LOSSES, RANK, WORLD, Hard, distance, mean_over_ranks, train, whole, worst
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
@@ -144,5 +143,4 @@ def main(phase: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()

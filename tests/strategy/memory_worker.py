@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import transformers
-from helpers import causal_lm, collate, config, documents
+from helpers import causal_lm, collate, config, documents, leave
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -328,5 +326,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()

@@ -5,7 +5,6 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 import warnings
@@ -16,6 +15,7 @@ import equalities  # noqa: F401
 import odd_cases  # noqa: F401
 import torch
 import torch.distributed as dist
+from helpers import leave
 from runs import CASES, RANK
 
 
@@ -33,10 +33,10 @@ def main(names: list[str]) -> None:
     if RANK == 0:
         print(f"cases: {len(names or CASES)}", flush=True)
     dist.destroy_process_group()
-    sys.exit(f"failed: {failed}" if failed else 0)
+    if failed:
+        sys.exit(f"failed: {failed}")
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # all is compared: gloo's threads need not survive the end of the interpreter
+    leave()
