@@ -21,10 +21,10 @@ from lightning_liger.kernels.apply import Kernels
 from lightning_liger.kernels.reference import instead_of_triton
 from lightning_liger.kernels.registry import known_ops
 from lightning_liger.kernels.report import KernelReport, OpReport
+from lightning_liger.pages import show_or_write
 from lightning_liger.patching import Switch
 
 _KINDS = ("ForCausalLM", "ForImageTextToText", "")
-_BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 # what a default configuration leaves out and its model needs.
@@ -147,18 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    table = markdown(given.types or liger.model_types())
-    if given.write is None:
-        print(table)
-        return 0
-    page = given.write.read_text(encoding="utf-8")
-    before, _, rest = page.partition(_BEGIN)
-    _, found, after = rest.partition(_END)
-    if not found:
-        print(f"{given.write} has no {_BEGIN} … {_END}", file=sys.stderr)
-        return 1
-    given.write.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{after}", encoding="utf-8")
-    return 0
+    return show_or_write(markdown(given.types or liger.model_types()), given.write)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_liger.padding.backends.features import OTHER_VALUES
 from lightning_liger.padding.backends.registry import BACKENDS, Backend, short
+from lightning_liger.pages import show_or_write
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _COLUMNS = {
     "sliding windows": "window",
     "soft-capped scores": "soft-cap",
@@ -48,16 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lightning_liger.padding.backends.page", description=__doc__)
     parser.add_argument("--write", type=Path, help="page to write the table into, between its marks")
     given = parser.parse_args(arguments)
-    if given.write is None:
-        print(markdown())
-        return 0
-    before, _, rest = given.write.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        print(f"{given.write} has no {BEGIN} … {END}", file=sys.stderr)
-        return 1
-    given.write.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{after}", encoding="utf-8")
-    return 0
+    return show_or_write(markdown(), given.write)
 
 
 if __name__ == "__main__":
