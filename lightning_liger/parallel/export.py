@@ -1,12 +1,7 @@
-"""Hugging Face checkpoints from a module that trains, or from a Lightning checkpoint on disk.
-
-``python -m lightning_liger.parallel.export CHECKPOINT OUT``
-"""
+"""Hugging Face checkpoints from a module that trains, or from a Lightning checkpoint on disk."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -128,36 +123,3 @@ def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={given!r}: expected a name such as 'bfloat16', 'float16' or 'float32'.")
     return found
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of :func:`export_checkpoint`."""
-    parser = argparse.ArgumentParser(description="Write a Hugging Face model from a Lightning checkpoint.")
-    parser.add_argument("checkpoint", help="file or sharded directory")
-    parser.add_argument("out", help="directory for from_pretrained")
-    parser.add_argument("--model", help="path of the model inside of the LightningModule, if there are several")
-    parser.add_argument("--dtype", help="bfloat16, float16 or float32; as trained if left out")
-    parser.add_argument("--tokenizer", help="name or directory of a tokenizer to save beside")
-    parser.add_argument(
-        "--module", help="package.module:LightningModuleClass, for checkpoints saved without liger_fsdp"
-    )
-    given = parser.parse_args(arguments)
-    tokenizer = None
-    if given.tokenizer:
-        import transformers
-
-        tokenizer = transformers.AutoTokenizer.from_pretrained(given.tokenizer)
-    module = _load_module(given.module, given.checkpoint) if given.module else None
-    export_checkpoint(given.checkpoint, given.out, given.model, given.dtype, tokenizer, module)
-
-
-def _load_module(name: str, checkpoint: str) -> nn.Module:
-    package, _, kind = name.partition(":")
-    loaded: nn.Module = getattr(importlib.import_module(package), kind).load_from_checkpoint(
-        checkpoint, map_location="cpu", weights_only=False
-    )
-    return loaded
-
-
-if __name__ == "__main__":
-    main()

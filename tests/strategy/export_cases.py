@@ -17,6 +17,8 @@ from helpers import VOCAB, causal_lm
 from resuming import RANK, WORLD, Batches, Hard
 from safetensors.torch import load_file
 
+from lightning_liger.cli import export as export_command
+from lightning_liger.cli.errors import CommandError
 from lightning_liger.parallel import export
 
 
@@ -80,10 +82,12 @@ def export_from_disk() -> None:
         fit(Hard(), kind, f"offline-{kind}", every=4, max_epochs=1)
         if RANK == 0:
             out = ROOT / f"offline-{kind}-hf"
-            export.main([str(at(f"offline-{kind}", 4)), str(out)])
+            export_command.main([str(at(f"offline-{kind}", 4)), str(out)])
             trained = Hard.load_from_checkpoint(at(f"offline-{kind}", 4), weights_only=False).model
             assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(out)), logits(trained))
-            export.main([str(at(f"offline-{kind}", 4)), str(out), "--module", "resuming:Hard", "--dtype", "float16"])
+            export_command.main(
+                [str(at(f"offline-{kind}", 4)), str(out), "--module", "resuming:Hard", "--dtype", "float16"]
+            )
             assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.float16
         dist.barrier()
         say(f"export of a {kind} checkpoint without the module gives identical logits")
@@ -110,7 +114,7 @@ def export_adapters() -> None:
         assert torch.equal(logits(again), logits(trained))
         if RANK == 0:
             offline = ROOT / f"adapters-{kind}-offline"
-            export.main([str(at(f"hf-adapters-{kind}", 4)), str(offline)])
+            export_command.main([str(at(f"hf-adapters-{kind}", 4)), str(offline)])
             one, two = (load_file(p / "adapter_model.safetensors") for p in (out, offline))
             assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
         dist.barrier()
@@ -125,11 +129,11 @@ def export_what_needs_a_choice() -> None:
     trained = modules.PolicyAndReference.load_from_checkpoint(at("policy", 4))
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(out)), logits(trained.policy))
     if RANK == 0:
-        export.main([str(at("policy", 4)), str(ROOT / "reference-hf"), "--model", "reference"])
+        export_command.main([str(at("policy", 4)), str(ROOT / "reference-hf"), "--model", "reference"])
         again = transformers.AutoModelForCausalLM.from_pretrained(ROOT / "reference-hf")
         assert torch.equal(logits(again), logits(trained.reference))
-        with pytest.raises(ValueError, match="'policy', 'reference'"):
-            export.main([str(at("policy", 4)), str(out), "--model", "other"])
+        with pytest.raises(CommandError, match="'policy', 'reference'"):
+            export_command.main([str(at("policy", 4)), str(out), "--model", "other"])
     dist.barrier()
     with pytest.raises(ValueError, match="one of 'one', 'two'"):
         export.save_hf(modules.TwoOptimizers(), out)
