@@ -15,11 +15,13 @@ from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
 from lightning_liger.head.pending import settle_pending
+from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter import Meter
 from lightning_liger.report import Report, printable
 from lightning_liger.settings import Settings, check_option_names
-from lightning_liger.token_weights import TokenWeights, check_weighable
+from lightning_liger.token_weights import TokenWeights
 from lightning_liger.trees import callback_bases
+from lightning_liger.wrapped import WrappedAttributes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Base
@@ -56,7 +58,7 @@ class LigerCallback(_Base):
         fused_head: Compute the LM head together with the loss.
         head: Path of the LM head inside the module, when it is not found by itself.
         attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
-        head_backend: ``"auto"``, ``"torch"`` or ``"liger"``.
+        head_backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"liger"``.
         kernels: ``"auto"``, True, False, or these by op: ``{"rope": False}``; ops left out are ``"auto"``.
         max_tokens_per_batch: Tokens per training batch, instead of a number of samples; ``"auto"``; ``"keep_samples"``.
         length_fn: Tokens of a dataset sample.
@@ -105,12 +107,10 @@ class LigerCallback(_Base):
         )
         self.report = Report()
         self._accelerated: Accelerated | None = None
-        self._meter: Meter | None = None
         self._batches: TokenBatches | None = None
-        self._weights: TokenWeights | None = None
-        self._wrapped: list[tuple[Any, str, Any]] = []
+        self._hooks: list[TrainingHooks] = []
+        self._wrapped = WrappedAttributes()
         self._first_batch = True
-        self._logged = False
 
     # -- before the model is moved and wrapped ---------------------------------------------------------------------
 
@@ -135,27 +135,10 @@ class LigerCallback(_Base):
                 self._accelerated.book.pair(batch, moved)
             return moved
 
-        self._wrap(strategy, "setup", setup)
-        self._wrap(strategy, "batch_to_device", to_device)
+        self._wrapped.wrap(strategy, "setup", setup)
+        self._wrapped.wrap(strategy, "batch_to_device", to_device)
         if stage == "fit":
-            self._batches = batch_by_tokens(trainer, pl_module, self.settings, self._wrap)
-
-    def _weigh_tokens(self, trainer: Any) -> None:
-        check_weighable(trainer)
-        self._weights = weights = TokenWeights()
-        plugin = trainer.precision_plugin
-        clip_gradients = plugin.clip_gradients
-
-        def clip(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            # under manual optimization the user clips before the step that would weigh
-            weights.before_step(optimizer, trainer)
-            clip_gradients(optimizer, *args, **kwargs)
-
-        self._wrap(plugin, "clip_gradients", clip)
-
-    def _wrap(self, owner: Any, name: str, replacement: Any) -> None:
-        self._wrapped.append((owner, name, owner.__dict__.get(name)))
-        setattr(owner, name, replacement)
+            self._batches = batch_by_tokens(trainer, pl_module, self.settings, self._wrapped.wrap)
 
     def _check_precision(self, trainer: Any) -> None:
         precision = str(getattr(trainer, "precision", "32-true"))
@@ -179,74 +162,62 @@ class LigerCallback(_Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.report.begin_training()
-        if self._batches is not None:
-            self._batches.begin_training(trainer)
+        self._hooks = [] if self._batches is None else [self._batches]
         if self.settings.loss_normalization == "tokens":
-            self._weigh_tokens(trainer)
-        self._meter = Meter(self.report.padding)
+            self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
+        self._hooks.append(Meter(self.report))
         self._first_batch = True
-        self._logged = False
+        for hooks in self._hooks:
+            hooks.begin_training(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._batches is not None:
-            self._batches.begin_epoch(trainer)
+        for hooks in self._hooks:
+            hooks.begin_epoch(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._first_batch or batch_idx == 0:
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
             self._apply(trainer, pl_module)
+        for hooks in self._hooks:
+            hooks.begin_batch(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        if self._weights is not None:
-            self._weights.before_backward(loss, trainer.strategy.root_device)
-            if self._weights.off:
-                self.report.note(f"loss_normalization='tokens': {self._weights.off}")
+        for hooks in self._hooks:
+            hooks.before_backward(trainer, pl_module, loss)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for hooks in self._hooks:
+            hooks.after_backward(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         settle_pending()
-        if self._weights is not None:
-            self._weights.before_step(optimizer, trainer)
+        for hooks in self._hooks:
+            hooks.before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._batches is not None:
-            self._batches.end_batch(trainer)
+        for hooks in self._hooks:
+            hooks.end_batch(trainer, pl_module, outputs, batch, batch_idx)
         if self._first_batch:
             self._first_batch = False
             self._show(trainer)
-        if self._meter is not None and _loggers_listen(trainer):
-            metrics = self._meter.read(pl_module.device, trainer.strategy)
-            self.report.metrics.update(metrics)
-            self._logged = True
-            if trainer.barebones:
-                return  # it logs nothing, and says so at every call
-            for name, value in metrics.items():
-                bar = not name.endswith("peak_memory_gb")
-                # on the CPU: a number made on the device would wait for it
-                pl_module.log(name, torch.tensor(value), prog_bar=bar, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        for hooks in self._hooks:
+            hooks.begin_validation(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        for hooks in self._hooks:
+            hooks.end_validation(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._meter is None:
-            return
-        metrics = self._meter.overall(pl_module.device, trainer.strategy)
-        self.report.metrics.update(metrics)
-        if not self._logged and not trainer.fast_dev_run:
-            # a training shorter than log_every_n_steps would leave no trace of it
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.global_step)
+        for hooks in self._hooks:
+            hooks.end_training(trainer, pl_module)
 
     @rank_zero_only
     def _show(self, trainer: Any) -> None:
         if self.settings.verbose:
             # print() would cut a progress bar in two
             tqdm.write(printable(self.report.render()))
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._meter is not None:
-            self._meter.pause()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._meter is not None:
-            self._meter.resume()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -268,29 +239,15 @@ class LigerCallback(_Base):
         self._revert()
 
     def _revert(self) -> None:
-        for owner, name, before in reversed(self._wrapped):
-            if before is None:
-                owner.__dict__.pop(name, None)
-            else:
-                setattr(owner, name, before)
-        self._wrapped.clear()
+        for hooks in self._hooks:
+            hooks.close()
+        self._hooks = []
+        self._wrapped.restore()
         if self._accelerated is not None:
             self._accelerated.revert()
             self._accelerated = None
-        self._meter = None
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_accelerated=None, _meter=None, _batches=None, _wrapped=[])
+        state.update(_accelerated=None, _batches=None, _hooks=[], _wrapped=WrappedAttributes())
         return state
-
-
-def _loggers_listen(trainer: Any) -> bool:
-    """Whether Lightning hands this batch's metrics to the loggers: the last micro-batch of every n-th step.
-
-    What is logged in any other batch is dropped. Batches that stepped are counted over epochs, so that an epoch
-    shorter than ``log_every_n_steps`` is no reason for silence.
-    """
-    every = trainer.log_every_n_steps
-    loop = trainer.fit_loop.epoch_loop
-    return every > 0 and (loop._batches_that_stepped + 1) % every == 0 and not loop._should_accumulate()

@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 
-from lightning_liger.report import PaddingReport
+from lightning_liger.hooks import TrainingHooks
+from lightning_liger.report import Report
 
 PREFIX = "liger/"
 
 
-class Meter:
+class Meter(TrainingHooks):
     """Counts what the backbones saw between two readings.
 
     A reading is taken every ``log_every_n_steps`` steps. Ranks add their own tokens; the window is the slowest
     rank's, so that the sum is what the job really did.
     """
 
-    def __init__(self, padding: PaddingReport) -> None:
-        self._padding = padding
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._padding = report.padding
+        self._logged = False
         self._sum_seconds = self._sum_tokens = self._sum_positions = 0.0
         self._restart()
 
@@ -33,12 +36,36 @@ class Meter:
         self._positions = self._padding.positions
         self._paused: tuple[float, int, int] | None = None
 
-    def pause(self) -> None:
-        """Evaluation begins: neither its time nor its tokens count."""
+    def begin_training(self, trainer: Any, module: Any) -> None:
+        self._restart()
+
+    def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if not _loggers_listen(trainer):
+            return
+        metrics = self.read(module.device, trainer.strategy)
+        self._report.metrics.update(metrics)
+        self._logged = True
+        if trainer.barebones:
+            return  # it logs nothing, and says so at every call
+        for name, value in metrics.items():
+            bar = not name.endswith("peak_memory_gb")
+            # on the CPU: a number made on the device would wait for it
+            module.log(name, torch.tensor(value), prog_bar=bar, on_step=True, on_epoch=False, batch_size=1)
+
+    def end_training(self, trainer: Any, module: Any) -> None:
+        metrics = self.overall(module.device, trainer.strategy)
+        self._report.metrics.update(metrics)
+        if not self._logged and not trainer.fast_dev_run:
+            # a training shorter than log_every_n_steps would leave no trace of it
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)
+
+    def begin_validation(self, trainer: Any, module: Any) -> None:
+        """Evaluation: neither its time nor its tokens count."""
         if self._paused is None:
             self._paused = time.perf_counter(), self._padding.tokens, self._padding.positions
 
-    def resume(self) -> None:
+    def end_validation(self, trainer: Any, module: Any) -> None:
         if self._paused is not None:
             began, tokens, positions = self._paused
             self._started += time.perf_counter() - began
@@ -96,3 +123,14 @@ def peak_memory_gb(device: torch.device) -> float:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def _loggers_listen(trainer: Any) -> bool:
+    """Whether Lightning hands this batch's metrics to the loggers: the last micro-batch of every n-th step.
+
+    What is logged in any other batch is dropped. Batches that stepped are counted over epochs, so that an epoch
+    shorter than ``log_every_n_steps`` is no reason for silence.
+    """
+    every = trainer.log_every_n_steps
+    loop = trainer.fit_loop.epoch_loop
+    return every > 0 and (loop._batches_that_stepped + 1) % every == 0 and not loop._should_accumulate()

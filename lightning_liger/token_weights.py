@@ -7,6 +7,7 @@ the labels of its micro-batch; before the optimizer steps, the sum is divided by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +17,43 @@ from torch.distributed.tensor import DTensor
 
 from lightning_liger.data.ranks import data_parallel
 from lightning_liger.head.means import labels_of
+from lightning_liger.hooks import TrainingHooks
+from lightning_liger.report import Report
 
 # A power of two, so that it costs no rounding: gradients keep about their size until they are divided.
 _UNIT = 1024.0
 
 
-class TokenWeights:
+class TokenWeights(TrainingHooks):
     """Weighs the micro-batches of one training by their labels.
 
-    Attributes:
-        off: why losses are left as they are, or ``""``.
+    Args:
+        report: is told why losses are left as they are, if they are.
+        wrap: replaces an attribute of an object until the end of the training.
     """
 
-    def __init__(self) -> None:
-        self.off = ""
+    def __init__(self, report: Report, wrap: Callable[[Any, str, Any], None]) -> None:
+        self._report = report
+        self._wrap = wrap
+        self._off = False
         self._decided = False
         self._labels = 0
         self._backwards = 0
 
-    def before_backward(self, loss: Tensor, device: torch.device) -> None:
+    def begin_training(self, trainer: Any, module: Any) -> None:
+        """Raises ``ValueError`` for a strategy or a module whose gradients cannot be weighed."""
+        _check_weighable(trainer)
+        plugin = trainer.precision_plugin
+        clip_gradients = plugin.clip_gradients
+
+        def clip(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            # under manual optimization the user clips before the step that would weigh
+            self.before_optimizer_step(trainer, module, optimizer)
+            clip_gradients(optimizer, *args, **kwargs)
+
+        self._wrap(plugin, "clip_gradients", clip)
+
+    def before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
         """Let the gradient of ``loss`` count by its labels.
 
         Raises:
@@ -44,9 +63,13 @@ class TokenWeights:
         if not self._decided:
             self._decided = True
             # all ranks or none: a collective that every rank enters once, with its first batch
-            if float(_sum(float(labels is None), device)):
-                self.off = "the loss is no plain mean of a cross entropy through the fused head; it is left as it is"
-        if self.off:
+            if float(_sum(float(labels is None), trainer.strategy.root_device)):
+                self._off = True
+                self._report.note(
+                    "loss_normalization='tokens': the loss is no plain mean of a cross entropy through the fused head; "
+                    "it is left as it is"
+                )
+        if self._off:
             return
         if labels is None:
             raise RuntimeError(
@@ -58,13 +81,13 @@ class TokenWeights:
         if loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * (labels / _UNIT))
 
-    def before_step(self, optimizer: Any, trainer: Any) -> None:
+    def before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Divide what was accumulated by the labels of all micro-batches on all ranks.
 
         Under manual optimization the user divides losses as they like: what they accumulate is taken as a mean with
         equal weights, times a factor of theirs that is kept.
         """
-        if self.off or not self._backwards:
+        if self._off or not self._backwards:
             return
         strategy = trainer.strategy
         labels = _sum(float(self._labels), strategy.root_device)
@@ -77,12 +100,7 @@ class TokenWeights:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
 
-def check_weighable(trainer: Any) -> None:
-    """Before the first step.
-
-    Raises:
-        ValueError: a strategy or a module whose gradients cannot be weighed.
-    """
+def _check_weighable(trainer: Any) -> None:
     if "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
         raise ValueError(
             "loss_normalization='tokens' cannot reach the gradients that DeepSpeed keeps. Use strategy='liger_fsdp' or "

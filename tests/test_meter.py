@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_liger import LigerCallback, meter
-from lightning_liger.report import PaddingReport
+from lightning_liger.report import Report
 
 NAMES = {"liger/tokens_per_second", "liger/padding_fraction", "liger/peak_memory_gb"}
 
@@ -228,11 +228,12 @@ def test_tokens_are_counted_where_padding_stays() -> None:
 
 
 def test_windows() -> None:
-    padding = PaddingReport("x")
+    report = Report()
+    padding = report.padding
     clock = [0.0]
     original, meter.time = meter.time, SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
     try:
-        one = meter.Meter(padding)
+        one = meter.Meter(report)
         strategy: Any = SimpleNamespace(world_size=1)
         device = torch.device("cpu")
         padding.seen((2, 5))
@@ -240,12 +241,12 @@ def test_windows() -> None:
         clock[0] = 3.0
         assert one.read(device, strategy)["liger/tokens_per_second"] == 2.0
         assert "liger/tokens_per_second" not in one.read(device, strategy), "an empty window has no rate"
-        one.pause()
+        one.begin_validation(None, None)
         padding.seen((9, 9))
         clock[0] = 50.0
-        one.pause()
-        one.resume()
-        one.resume()
+        one.begin_validation(None, None)
+        one.end_validation(None, None)
+        one.end_validation(None, None)
         padding.seen((1, 4))
         clock[0] = 54.0
         found = one.overall(device, strategy)

@@ -20,9 +20,10 @@ from lightning_liger.data.rebuilt import Truncating, with_batch_sampler
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.data.sampler import Place, Share, TokenBatchSampler
 from lightning_liger.data.stream import AgreeingLoader, packed_stream
+from lightning_liger.hooks import TrainingHooks
 
 
-class TokenBatches:
+class TokenBatches(TrainingHooks):
     """Rebuilds training loaders, and tells their samplers where training is.
 
     Args:
@@ -161,8 +162,8 @@ class TokenBatches:
 
     # -- keeping step ----------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, trainer: Any) -> None:
-        """Before the loop asks for the epoch's iterator.
+    def begin_epoch(self, trainer: Any, module: Any) -> None:
+        """Seek its place.
 
         Epochs are counted here by what was drawn: to Lightning, one that ``max_steps`` cut short is over, although a
         resumed training goes on in its middle.
@@ -175,7 +176,7 @@ class TokenBatches:
         self._seek(trainer)
         self._tell_steps(trainer)
 
-    def begin_training(self, trainer: Any) -> None:
+    def begin_training(self, trainer: Any, module: Any) -> None:
         """Make the iterator anew if it was made before the checkpoint was read (``estimated_stepping_batches``)."""
         self._forget_replaced(trainer.fit_loop)
         over = self._place is not None and any(self._place.steps >= len(s) for s in self._samplers)
@@ -187,7 +188,7 @@ class TokenBatches:
             trainer.fit_loop._load_combined_loader_states()
             iter(trainer.fit_loop._data_fetcher)
 
-    def end_batch(self, trainer: Any) -> None:
+    def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         self._resuming = []  # loaders that are asked for anew begin an epoch
         for stream in self._streams:
             stream.end_batch(last=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
