@@ -39,6 +39,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
         "tie_word_embeddings": False,
     },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
