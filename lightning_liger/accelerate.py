@@ -17,6 +17,7 @@ from lightning_liger.padding.attention import PackedAttention
 from lightning_liger.padding.backbones import attention_dropout, attention_layers, find_backbones, head_size
 from lightning_liger.padding.backends.choice import check_named
 from lightning_liger.padding.boundary import PackedBackbone
+from lightning_liger.padding.buckets import ShapeBuckets, is_compiled_inside
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
 from lightning_liger.padding.plain_decoder.decoder import (
@@ -44,6 +45,7 @@ class Accelerated:
         report: what is on, what is off and why, and counters.
         settings: the options it was done with.
         book: pairs a batch's CPU tensors with its device tensors, see :class:`LayoutBook`. Optional to feed.
+        buckets: which shapes packed batches are lengthened to.
     """
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -51,6 +53,7 @@ class Accelerated:
         self.settings = settings
         self.report = Report()
         self.book = LayoutBook()
+        self.buckets = ShapeBuckets(settings.shape_buckets)
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
         # weak, all of them: this object is a value in the registry, and would keep its own key alive
@@ -132,6 +135,8 @@ class Accelerated:
             report.refuse(_PADDING_OFF)
             refused = dict.fromkeys([*suited, *refused], _PADDING_OFF)
             suited = []
+        if any(map(is_compiled_inside, suited)):
+            self.buckets.turn_on_if_auto()
         for backbone in (*suited, *refused):
             if backbone in self._backbones:
                 continue
@@ -149,7 +154,7 @@ class Accelerated:
             check_named(self.settings.attention, wants, head_size(backbone), type(backbone).__name__)
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
-            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict)
+            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict, self.buckets)
             report.applied += 1
             report.name(type(backbone).__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -64,6 +64,7 @@ class LigerCallback(_Base):
         length_fn: Tokens of a dataset sample.
         overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
         loss_normalization: ``"batch"`` or ``"tokens"``.
+        shape_buckets: ``"auto"``, True, False, or a list of sizes in tokens.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verbose: Print the report after the first training step.
 
@@ -87,6 +88,7 @@ class LigerCallback(_Base):
         length_fn: Callable[[Any], int] | None = None,
         overlong: str = "error",
         loss_normalization: str = "batch",
+        shape_buckets: bool | str | Sequence[int] = "auto",
         bf16: bool = True,
         verbose: bool = True,
     ) -> None:
@@ -102,6 +104,7 @@ class LigerCallback(_Base):
             length_fn=length_fn,
             overlong=overlong,
             loss_normalization=loss_normalization,
+            shape_buckets=shape_buckets,
             bf16=bf16,
             verbose=verbose,
         )

@@ -55,14 +55,17 @@ class PaddingReport(Feature):
     positions: int = 0
     padding: int = 0
     tokens: int = 0
+    filler: int = 0
+    shapes: dict[tuple[int, int, int], int] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
     _pending: int = 0
 
     def restart(self) -> None:
         """Count from zero; what is on, and the reasons for what is off, stay."""
         self.calls = self.packed_calls = self.padded_runs = 0
-        self.positions = self.padding = self.tokens = self._pending = 0
+        self.positions = self.padding = self.tokens = self.filler = self._pending = 0
         self.attention.clear()
+        self.shapes.clear()
 
     def seen(self, shape: tuple[int, int]) -> None:
         """A training or evaluation call with ``(B, S)`` positions."""
@@ -71,9 +74,13 @@ class PaddingReport(Feature):
         self.positions += self._pending
         self.tokens += self._pending
 
-    def packed(self, layout: Layout) -> None:
+    def packed(self, layout: Layout, shaped: Layout | None = None) -> None:
+        """A call ran without padding; ``shaped``: as the backbone saw it, lengthened or not."""
         self.packed_calls += 1
         self.real(layout.tokens)
+        if shaped is not None and shaped.filler:
+            self.filler += shaped.size - shaped.tokens
+            self.shapes[shaped.shape_key] = self.shapes.get(shaped.shape_key, 0) + 1
 
     def real(self, tokens: int) -> None:
         """How many positions of the call counted last are tokens; the rest is padding. Later calls say nothing new."""
@@ -100,6 +107,12 @@ class PaddingReport(Feature):
     def fraction(self) -> float:
         return self.padding / self.positions if self.positions else 0.0
 
+    @property
+    def filler_fraction(self) -> float:
+        """Share of the tokens in lengthened calls that is filler."""
+        total = sum(size * calls for (size, _, _), calls in self.shapes.items())
+        return self.filler / total if total else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         return {
             **super().to_dict(),
@@ -110,6 +123,8 @@ class PaddingReport(Feature):
             "positions": self.positions,
             "padding_fraction": self.fraction,
             "attention": dict(self.attention),
+            "shapes": len(self.shapes),
+            "filler_fraction": self.filler_fraction,
         }
 
 
@@ -236,7 +251,14 @@ class Report:
             return f"{share}; kept"
         some = "" if padding.packed_calls == padding.calls else f" in {padding.packed_calls} of {padding.calls} calls"
         by = f"; attention: {', '.join(sorted(padding.attention))}" if padding.attention else ""
-        return f"{share}; removed{some}{by}"
+        return f"{share}; removed{some}{by}{self._shapes()}"
+
+    def _shapes(self) -> str:
+        padding = self.padding
+        if not padding.shapes:
+            return ""
+        number = len(padding.shapes)
+        return f"; {number} shape{'' if number == 1 else 's'}, {padding.filler_fraction:.1%} filler"
 
     def _head_did(self) -> str:
         head = self.head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,6 +46,10 @@ class Settings:
             ``"skip"`` or ``"own_batch"``.
         loss_normalization: ``"batch"``: Lightning's arithmetic, the mean over ranks and accumulated micro-batches of
             each one's mean loss. ``"tokens"``: the mean over all their labels, as one big batch would have it.
+        shape_buckets: Lengthen packed batches with filler, which nobody reads, to one of a few shapes, so that compiled
+            layers and CUDA graphs are made once and not for every batch. ``"auto"``: where decoder layers are compiled;
+            True: wherever padding is removed; False: never; a list of sizes in tokens, such as ``[4096, 8192, 16384]``:
+            the next of these (beyond the largest: multiples of it).
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
         verbose: Print the report after the first training step.
@@ -64,6 +68,7 @@ class Settings:
     length_fn: Callable[[Any], int] | None = None
     overlong: str = "error"
     loss_normalization: str = "batch"
+    shape_buckets: bool | str | Sequence[int] = "auto"
     bf16: bool = True
     verbose: bool = True
 
@@ -78,6 +83,9 @@ class Settings:
         _one_of("loss_normalization", self.loss_normalization, ("batch", "tokens"))
         if self.loss_normalization == "tokens" and not self.fused_head:
             raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")
+        object.__setattr__(self, "shape_buckets", _sizes(self.shape_buckets))
+        if self.shape_buckets not in (False, "auto") and not self.padding_free:
+            raise ValueError("shape_buckets=... is about batches without padding, but padding_free=False.")
         _one_of("overlong", self.overlong, _OVERLONG)
         budget = self.max_tokens_per_batch
         if budget not in (None, *_BUDGETS) and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
@@ -101,6 +109,18 @@ class Settings:
             )
         if self.head is not None and not self.fused_head:
             raise ValueError("head=... names a head to fuse, but fused_head=False. Drop one of the two.")
+
+
+def _sizes(choice: Any) -> Any:
+    """The ``shape_buckets`` option, a list as an ascending tuple."""
+    if isinstance(choice, bool) or choice == "auto":
+        return choice
+    if isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0:
+        if all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in choice):
+            return tuple(sorted(set(choice)))
+    raise ValueError(
+        f"shape_buckets={choice!r}: expected True, False, 'auto' or a list of sizes in tokens, such as [4096, 8192]."
+    )
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -52,7 +52,7 @@ class PackedCall:
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """The keywords that say so, as flash attention in transformers takes them, and this call itself."""
-        cu_seqlens, longest = self.layout.on(device).cu_seqlens, max(self.layout.lengths)
+        cu_seqlens, longest = self.layout.on(device).cu_seqlens, self.layout.longest
         lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         return {**lengths, "max_length_q": longest, "max_length_k": longest, "packed_call": self}
 
@@ -183,7 +183,7 @@ def _attend(
     if attention_mask is not None:
         raise PackingError(f"{name} made an attention mask of its own for the packed batch")
     layout = packed_call.layout
-    if query.shape[0] != 1 or query.shape[2] != layout.tokens or key.shape[2] != layout.tokens:
+    if query.shape[0] != 1 or query.shape[2] != layout.size or key.shape[2] != layout.size:
         raise PackingError(f"{name} attends over another length than the packed batch has")
     asked = packed_call.backend
     if asked == "auto" and packed_call.attn_implementation.startswith("flash"):
@@ -195,7 +195,7 @@ def _attend(
     causal = bool(getattr(module, "is_causal", True) if given is None else given)
     signature = Features.signature(query, key, value, causal, kwargs)
     if signature not in packed_call.chosen:
-        wanted = Features.of(query, key, value, causal, kwargs).within(max(layout.lengths))
+        wanted = Features.of(query, key, value, causal, kwargs).within(layout.longest)
         packed_call.asks.update(wanted.asked())
         packed_call.chosen[signature] = wanted, choose(asked, wanted, layout, query.device, packed_call.drop)
     features, backend = packed_call.chosen[signature]

@@ -20,6 +20,7 @@ from lightning_liger.head.lazy import LazyRows
 from lightning_liger.mirrored import ordinary
 from lightning_liger.padding.attention import PackedCall, inside_packed_call, packed_attention
 from lightning_liger.padding.backends.errors import BackendError, PackingError
+from lightning_liger.padding.buckets import OFF, ShapeBuckets, notices_filler
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.first_batch import FirstBatch
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
@@ -47,6 +48,7 @@ class PackedBackbone(PaddingFree):
         report: counters and reasons.
         backend: ``attention`` option.
         verdict: what was learnt about the architecture: position ids, causality, the KV cache it returns.
+        buckets: which shape a packed batch is lengthened to.
     """
 
     def __init__(
@@ -57,13 +59,16 @@ class PackedBackbone(PaddingFree):
         report: PaddingReport,
         backend: str,
         verdict: Verdict,
+        buckets: ShapeBuckets = OFF,
     ) -> None:
         super().__init__(module, switch, report)
         self.book = book
         self.backend = backend
         self.verdict = verdict
+        self.buckets = buckets
         self.asks: set[str] = set()
         self._first_batch = FirstBatch(self)
+        self._filler_problem: str | None = None
         parameters = inspect.signature(type(module).forward).parameters
         self._names = tuple(parameters)[1:]
         self._variadic = tuple(n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD)
@@ -96,7 +101,7 @@ class PackedBackbone(PaddingFree):
                 raise
             self.leave_padded(str(reason), training=torch.is_grad_enabled())
             return self.original(*args, **kwargs)
-        self.report.packed(layout)
+        self.report.packed(layout, self._shaped(layout))
         return output
 
     def _as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,6 +148,7 @@ class PackedBackbone(PaddingFree):
             causal=self.verdict.causal,
             flash=str(config._attn_implementation).startswith("flash"),
             pad=pad if isinstance(pad, int) else None,
+            keep_full=not self._takes_filler(),
         )
         if layout.reach < shape[1] and _rotates_by_length(config):
             raise Unsuitable("rotary positions are scaled by the padded length, which is longer than every row")
@@ -184,10 +190,24 @@ class PackedBackbone(PaddingFree):
         """Whether only the tokens say which of them are padding."""
         return layout.has_padding and call.get("attention_mask") is None
 
+    def _shaped(self, layout: Layout) -> Layout:
+        return self.buckets.lengthened(layout) if self._takes_filler() else layout
+
+    def _takes_filler(self) -> bool:
+        if not self.buckets.on:
+            return False
+        if self._filler_problem is None:
+            self._filler_problem = reason = notices_filler(self.module)
+            if reason:
+                name = type(self.module).__name__
+                self.report.refuse(f"shape_buckets: {name} keeps the shapes of its batches: {reason}")
+        return not self._filler_problem
+
     # -- the packed run and the way out --------------------------------------------------------------------------
 
     def run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
         tokens = _first(call, "input_ids", "inputs_embeds")
+        layout = self._shaped(layout)
         placed = layout.on(tokens.device)
         # labels that the backbone does not name have only come along with the other keywords
         packed = {k: v for k, v in call.items() if v is not None and k not in ("attention_mask", "labels")}
@@ -222,7 +242,7 @@ class PackedBackbone(PaddingFree):
 
     def _padded_again(self, output: Any, layout: Layout, plain: PlainRun) -> Any:
         def widen(value: Any, path: tuple[Any, ...]) -> Any:
-            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, layout.tokens):
+            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, layout.size):
                 index = layout.on(value.device).index
                 return LazyRows.hidden(value[0], index, has_pads=layout.has_padding, plain=plain, path=path)
             if isinstance(value, (tuple, list)):

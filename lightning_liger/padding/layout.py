@@ -8,7 +8,7 @@ it beside the batch while Lightning moves the batch to the device, and tells the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Layout:
         gather: ``(T,)`` int64, CPU: position of each real token in the flattened ``B * S`` batch.
         index: ``(B, S)`` int64, CPU: packed row of each position, -1 where it is padding.
         restart: ``(T,)`` int64, CPU: position of each token counted from the first real token of its row.
+        filler: lengths of documents behind the real ones that nobody reads, see :meth:`lengthened`. ``gather`` and
+            ``restart`` then have :attr:`size` entries instead of ``T``; ``index`` never names a row of theirs.
+        room: tokens of the longest document that kernels are to be prepared for; 0 is the longest there is.
         derived: what others have computed from this layout and want to find again, under keys of their own.
     """
 
@@ -42,6 +45,8 @@ class Layout:
     gather: Tensor
     index: Tensor
     restart: Tensor
+    filler: tuple[int, ...] = ()
+    room: int = 0
     derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     _placed: dict[torch.device, Placed] = field(default_factory=dict, compare=False, repr=False)
 
@@ -88,9 +93,55 @@ class Layout:
             restart=(columns - first[:, None])[real],
         )
 
+    def lengthened(self, size: int, documents: int, room: int) -> Layout:
+        """The same tokens in front of filler, so that kernels and compiled code see one shape for many batches.
+
+        Filler is a copy of the batch's first tokens, so that it is as ordinary as they are, cut into documents of like
+        length, none of them empty. Nothing that leaves the backbone is made of it.
+
+        Args:
+            size: tokens with filler; ``documents``: documents with those of filler; ``room``: the longest of all.
+
+        Raises:
+            ValueError: the real tokens and documents do not fit, or the filler not into its documents.
+        """
+        rest, number = size - self.tokens, documents - len(self.lengths)
+        if rest < number or number < 0 or rest > number * room or room < max(self.lengths):
+            raise ValueError(f"no filler makes {size} tokens, {documents} documents, {room} at most of {self.lengths}")
+        copied = torch.arange(rest) % self.tokens
+        return replace(
+            self,
+            gather=torch.cat([self.gather, self.gather[copied]]),
+            restart=torch.cat([self.restart, self.restart[copied]]),
+            filler=tuple(rest // number + (i < rest % number) for i in range(number)),
+            room=room,
+            derived={},
+            _placed={},
+        )
+
     @property
     def tokens(self) -> int:
+        """Real ones, ``T``."""
         return sum(self.lengths)
+
+    @property
+    def size(self) -> int:
+        """Tokens that the backbone computes: the real ones and the filler."""
+        return self.tokens + sum(self.filler)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Tokens of each document, those of filler included; sums to :attr:`size`."""
+        return self.lengths + self.filler
+
+    @property
+    def longest(self) -> int:
+        return self.room or max(self.documents)
+
+    @property
+    def shape_key(self) -> tuple[int, int, int]:
+        """All that the shapes of a packed call depend on."""
+        return self.size, len(self.documents), self.longest
 
     @property
     def has_padding(self) -> bool:
@@ -108,7 +159,7 @@ class Layout:
     def on(self, device: torch.device) -> Placed:
         """This layout's tensors on ``device``, copied once and without waiting for the device."""
         if device not in self._placed:
-            ends = torch.tensor((0, *self.lengths)).cumsum(0).to(torch.int32)
+            ends = torch.tensor((0, *self.documents)).cumsum(0).to(torch.int32)
             made = [sent(t, device) for t in (self.gather, self.index, self.restart, ends)]
             # inside the backbone nobody asks what they hold
             self._placed[device] = Placed(*(t if t is made[1] else ordinary(t) for t in made))

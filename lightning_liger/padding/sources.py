@@ -33,7 +33,15 @@ class Unsuitable(Exception):
 
 
 def find_layout(
-    call: dict[str, Any], tokens: Tensor, book: LayoutBook, note: Note, *, causal: bool, flash: bool, pad: int | None
+    call: dict[str, Any],
+    tokens: Tensor,
+    book: LayoutBook,
+    note: Note,
+    *,
+    causal: bool,
+    flash: bool,
+    pad: int | None,
+    keep_full: bool = True,
 ) -> Layout:
     """The layout of one call, whose arguments are known by name.
 
@@ -43,6 +51,7 @@ def find_layout(
         causal: real tokens are known not to attend to what follows them.
         flash: the model's own attention reads ``cu_seq_lens_q``.
         pad: the padding token, if the configuration names one.
+        keep_full: a batch without padding runs as it is.
 
     Raises:
         Unsuitable, NotPackable: the call must run as it is.
@@ -57,7 +66,12 @@ def find_layout(
         if layout is not None:
             note("position_ids restart: documents in one row do not see each other")
             return layout
-        return _from_tails(call.get("input_ids"), book, causal, pad)
+        try:
+            return _from_tails(call.get("input_ids"), book, causal, pad)
+        except Unsuitable:
+            if keep_full:
+                raise
+            return _full(shape)  # the plain run attends to all of it as well
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise Unsuitable("the attention mask is not (B, S)")
     if tuple(mask.shape) != shape:
@@ -68,8 +82,8 @@ def find_layout(
     try:
         layout = book.layout(mask)
     except NotPackable:
-        return _from_other_masks(mask, call.get("position_ids"), book, note)
-    if not layout.has_padding:
+        return _from_other_masks(mask, call.get("position_ids"), book, note, keep_full)
+    if not layout.has_padding and keep_full:
         if pad is not None and _looks_padded(call.get("input_ids"), pad):
             raise Unsuitable("the attention mask is all ones over what looks like padding, so it is attended to")
         raise Unsuitable(NO_PADDING)
@@ -108,7 +122,7 @@ def _from_positions(positions: Any, shape: tuple[int, int], book: LayoutBook) ->
     return Layout.from_documents(number.expand(shape))
 
 
-def _from_other_masks(mask: Tensor, positions: Any, book: LayoutBook, note: Note) -> Layout:
+def _from_other_masks(mask: Tensor, positions: Any, book: LayoutBook, note: Note, keep_full: bool) -> Layout:
     values = book.read(mask)
     if values.is_floating_point() and bool((values <= 0).all()):
         # to be added to scores, its author thinks; the plain run makes a bool of it and attends to the -inf
@@ -127,9 +141,13 @@ def _from_other_masks(mask: Tensor, positions: Any, book: LayoutBook, note: Note
         "attention_mask holds document numbers, which transformers takes as 'attend': documents in one row see each "
         "other, as in the plain run; pass position_ids that restart with each document to keep them apart"
     )
-    if not joined.has_padding:
+    if not joined.has_padding and keep_full:
         raise Unsuitable(NO_PADDING)
     return joined
+
+
+def _full(shape: tuple[int, int]) -> Layout:
+    return Layout.from_mask(torch.ones(shape, dtype=torch.bool))
 
 
 def _constant_tails(ids: Tensor) -> tuple[Tensor, Tensor]:

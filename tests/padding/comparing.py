@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_liger.accelerate import accelerate
 from lightning_liger.report import PaddingReport
+from lightning_liger.settings import Settings
 
 VOCAB = 97
 PAD = 1
@@ -56,12 +57,12 @@ def sharpened(model: nn.Module) -> Any:
     return model.train()
 
 
-def compare(model: Any, step: Step, *batches: dict[str, Tensor]) -> PaddingReport:
+def compare(model: Any, step: Step, *batches: dict[str, Tensor], settings: Settings | None = None) -> PaddingReport:
     """Assert that loss and gradients agree on every batch; the accelerated model's report for more."""
     double = next(model.parameters()).dtype == torch.float64
     tolerance = 1e-6 if double else 1e-5  # of the loss, whose arithmetic is single
     plain = copy.deepcopy(model)
-    handle = accelerate(model)
+    handle = accelerate(model, settings)
     for inputs in batches:
         expected, expected_gradients = gradients(plain, step, dict(inputs))
         loss, found = gradients(model, step, dict(inputs))

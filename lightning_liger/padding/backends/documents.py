@@ -30,7 +30,7 @@ def document_mask(features: Features, length: int, like: Tensor, additive: bool)
 
 
 def _split(layout: Layout, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(t.split(list(layout.lengths), dim=2) for t in tensors), strict=True)
+    return zip(*(t.split(list(layout.documents), dim=2) for t in tensors), strict=True)
 
 
 def by_torch(query: Tensor, key: Tensor, value: Tensor, layout: Layout, features: Features) -> Tensor:

@@ -32,7 +32,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Feat
     """``torch.nn.attention.varlen.varlen_attn``."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = layout.on(q.device).cu_seqlens, max(layout.lengths)
+    cu, longest = layout.on(q.device).cu_seqlens, layout.longest
     q, k, v = _by_token(q, k, v)
     extra: dict[str, Any] = {}
     if features.heads != features.kv_heads and _takes_enable_gqa():
@@ -66,7 +66,7 @@ def _launched(
     function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, **extra: Any
 ) -> Tensor:
     """By a function with the arguments of packages 2 and 3."""
-    cu, longest = layout.on(q.device).cu_seqlens, max(layout.lengths)
+    cu, longest = layout.on(q.device).cu_seqlens, layout.longest
     q, k, v = _by_token(q, k, v)
     out = function(
         q, k, v, cu, cu, longest, longest,
@@ -84,7 +84,7 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features,
     """``flash_attn.cute.flash_attn_varlen_func`` (package flash-attn-4)."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    cu, longest = layout.on(q.device).cu_seqlens, max(layout.lengths)
+    cu, longest = layout.on(q.device).cu_seqlens, layout.longest
     q, k, v = _by_token(q, k, v)
     left, right = (None if side < 0 else side for side in features.window_sides)
     out = flash_attn_varlen_func(

@@ -73,7 +73,7 @@ def block_mask(layout: Layout, size: int, features: Features, device: torch.devi
 
     key = ("block_mask", size, features.causal, features.window, device)
     if key not in layout.derived:
-        first, last = reach(layout.lengths, size, features.causal, features.window)
+        first, last = reach(layout.documents, size, features.causal, features.window)
         made = (first, last, *(t[None, None] for t in _blocks(first, last)))
         if device.type == "cuda":
             made = tuple(t.pin_memory() for t in made)
@@ -123,7 +123,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, si
     """``torch.nn.attention.flex_attention``, compiled on CUDA. Sinks rescale the output by what its sums leave out."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    tokens, size = layout.tokens, bucket(layout.tokens)
+    tokens, size = layout.size, bucket(layout.size)
     q, k, v = (F.pad(t, (0, 0, 0, size - tokens)) for t in (q, k, v))
     # masks tell windows and directions apart, and numbers that are not compiled in do not need code of their own
     kind = replace(features, causal=True, window=None, dropout=0.0)
