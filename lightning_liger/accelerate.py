@@ -180,6 +180,8 @@ class Accelerated:
             on_kernels = [m for m in model.modules() if self._runs_by_row(m)]
             for part in (*on_kernels, *decoder.parts):
                 self._bind(part, PackedPart, part in on_kernels)
+            if self.buckets.on:
+                report.refuse(f"shape_buckets: {name} is no transformers model and keeps the shapes of its batches")
             if self._bind(model, PackedDecoder, self.book, self.report, self.settings.attention):
                 report.applied += 1
                 report.name(name)

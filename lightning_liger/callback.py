@@ -158,6 +158,7 @@ class LigerCallback(_Base):
         self.report = self._accelerated.report
         if self._batches is not None:
             self.report.batching = self._batches.report
+            self._accelerated.buckets.budget = self._batches.report.tokens_of_most_batches
         for note in notes:
             self.report.note(note)
 

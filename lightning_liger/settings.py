@@ -115,9 +115,9 @@ def _sizes(choice: Any) -> Any:
     """The ``shape_buckets`` option, a list as an ascending tuple."""
     if isinstance(choice, bool) or choice == "auto":
         return choice
-    if isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0:
-        if all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in choice):
-            return tuple(sorted(set(choice)))
+    numbers = choice if isinstance(choice, Sequence) and not isinstance(choice, str) else ()
+    if numbers and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+        return tuple(sorted(set(numbers)))
     raise ValueError(
         f"shape_buckets={choice!r}: expected True, False, 'auto' or a list of sizes in tokens, such as [4096, 8192]."
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+_FULL = 0.9
+
 
 @dataclass
 class BatchingReport:
@@ -36,6 +38,11 @@ class BatchingReport:
     def refuse(self, reason: str) -> None:
         if reason not in self.off:
             self.off.append(reason)
+
+    @property
+    def tokens_of_most_batches(self) -> int | None:
+        """The budget, where batches come close to it."""
+        return self.budget if self.streams or self.fill >= _FULL else None
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -224,6 +224,13 @@ def test_compiled_layers_are_compiled_once_for_all_batches(backend: str) -> None
     assert compiled[len(lengths) - 1] == compiled[-1]
 
 
+def test_batches_of_a_training_are_known_by_their_budget() -> None:
+    callback = LigerCallback(verbose=False, shape_buckets=True, max_tokens_per_batch=200)
+    shaped = fit(Plain(causal_lm()), loader(count=64), callback, max_steps=4)
+    assert shaped.report["padding_free"]["shapes"] == 1 and shaped.report["token_batches"]["fill"] > 0.9
+    assert [size for size, _, _ in callback.report.padding.shapes] == [384]  # 200 and a tile, in tiles
+
+
 # -- in a training -----------------------------------------------------------------------------------------------------
 
 
