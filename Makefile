@@ -7,16 +7,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo docs test lint format clean
 
 help:
 	@echo "make demo    train one module plain and accelerated, and compare (ARGS='--help' lists options)"
 	@echo "make test    ruff, mypy and pytest"
+	@echo "make docs    build the documentation into site/"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove the environment and caches"
 
 demo: $(STAMP)
 	@$(BIN)/python examples/finetune.py $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # One torch thread per worker: two workers with a pool each would fight over the same cores.
 test: lint
@@ -32,7 +36,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist demo_output
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist site demo_output
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }

@@ -26,7 +26,7 @@ def test_every_pin_is_a_public_version() -> None:
 
 
 def test_everything_the_commands_install_is_pinned() -> None:
-    not_for_the_commands = re.compile(r"extra == ['\"](deepspeed|fa4|docs)['\"]")
+    not_for_the_commands = re.compile(r"extra == ['\"](deepspeed|fa4)['\"]")
     names = {
         canonical(re.split(r"[\[<>=!~; ]", requirement)[0])
         for requirement in requires("lightning-liger") or []
@@ -37,3 +37,11 @@ def test_everything_the_commands_install_is_pinned() -> None:
 
 def test_types_are_shipped() -> None:
     assert (ROOT / "lightning_liger" / "py.typed").exists()
+
+
+def test_one_version_everywhere() -> None:
+    import lightning_liger
+
+    version = lightning_liger.__version__
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
