@@ -31,7 +31,7 @@ PACKED = "liger_packed"
 _INSIDE: ContextVar[bool] = ContextVar("lightning_liger_packed_call", default=False)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # of a frozen one Dynamo (torch 2.11) looks at each field, and compiles again where one differs
 class PackedCall:
     """What the attention layers of one packed call need to know; passed along as ``packed_call=``."""
 
