@@ -28,6 +28,7 @@ class Subcommand:
 
 
 COMMANDS: dict[str, Subcommand] = {
+    "bench": Subcommand("lightning_liger.cli.bench", "measure what each feature is worth on your module and data"),
     "export": Subcommand("lightning_liger.cli.export", "write a Hugging Face model from a Lightning checkpoint"),
 }
 
