@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_liger.accelerate import Accelerated, accelerate
@@ -10,6 +11,7 @@ from lightning_liger.settings import Settings
 
 if TYPE_CHECKING:
     from lightning_liger.callback import LigerCallback
+    from lightning_liger.cli.training import cli_main
     from lightning_liger.parallel.clipping import grad_norm
     from lightning_liger.strategy import LigerFSDPStrategy, LigerFSDPStrategyPL
 
@@ -21,24 +23,24 @@ __all__ = [
     "LigerFSDPStrategyPL",
     "Settings",
     "accelerate",
+    "cli_main",
     "grad_norm",
 ]
 
 register_strategies()
 
 
+# Imported when one is asked for: accelerate() alone works without Lightning.
+_LAZY = {
+    "LigerCallback": "lightning_liger.callback",
+    "LigerFSDPStrategy": "lightning_liger.strategy",
+    "LigerFSDPStrategyPL": "lightning_liger.strategy",
+    "cli_main": "lightning_liger.cli.training",
+    "grad_norm": "lightning_liger.parallel.clipping",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # Lightning is imported when one of these is asked for: accelerate() alone works without it.
-    if name == "LigerCallback":
-        from lightning_liger.callback import LigerCallback
-
-        return LigerCallback
-    if name in ("LigerFSDPStrategy", "LigerFSDPStrategyPL"):
-        from lightning_liger import strategy
-
-        return getattr(strategy, name)
-    if name == "grad_norm":
-        from lightning_liger.parallel.clipping import grad_norm
-
-        return grad_norm
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.choices import Attention, Auto, Budget, HeadBackend, KernelChoice, LossNormalization, Overlong
 from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
@@ -81,14 +82,14 @@ class LigerCallback(_Base):
         padding_free: bool = True,
         fused_head: bool = True,
         head: str | None = None,
-        attention: str = "auto",
-        head_backend: str = "auto",
-        kernels: bool | str | Mapping[str, bool | str] = "auto",
-        max_tokens_per_batch: int | str | None = None,
+        attention: Attention = "auto",
+        head_backend: HeadBackend = "auto",
+        kernels: KernelChoice = "auto",
+        max_tokens_per_batch: int | Budget | None = None,
         length_fn: Callable[[Any], int] | None = None,
-        overlong: str = "error",
-        loss_normalization: str = "batch",
-        shape_buckets: bool | str | Sequence[int] = "auto",
+        overlong: Overlong = "error",
+        loss_normalization: LossNormalization = "batch",
+        shape_buckets: bool | Auto | Sequence[int] = "auto",
         bf16: bool = True,
         verbose: bool = True,
     ) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
+from lightning_liger.choices import Attention, Auto, Budget, HeadBackend, KernelChoice, LossNormalization, Overlong
 from lightning_liger.kernels.options import check_choice
-
-_ATTENTION = ("auto", "fa4", "fa3", "fa2", "varlen", "flex", "sdpa")
-_HEAD_BACKENDS = ("auto", "torch", "triton", "liger")
-_BUDGETS = ("auto", "keep_samples")
-_OVERLONG = ("error", "truncate", "skip", "own_batch")
 
 
 @dataclass(frozen=True)
@@ -61,14 +57,14 @@ class Settings:
     padding_free: bool = True
     fused_head: bool = True
     head: str | None = None
-    attention: str = "auto"
-    head_backend: str = "auto"
-    kernels: bool | str | Mapping[str, bool | str] = "auto"
-    max_tokens_per_batch: int | str | None = None
+    attention: Attention = "auto"
+    head_backend: HeadBackend = "auto"
+    kernels: KernelChoice = "auto"
+    max_tokens_per_batch: int | Budget | None = None
     length_fn: Callable[[Any], int] | None = None
-    overlong: str = "error"
-    loss_normalization: str = "batch"
-    shape_buckets: bool | str | Sequence[int] = "auto"
+    overlong: Overlong = "error"
+    loss_normalization: LossNormalization = "batch"
+    shape_buckets: bool | Auto | Sequence[int] = "auto"
     bf16: bool = True
     verbose: bool = True
 
@@ -77,18 +73,19 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected True or False.")
-        _one_of("attention", self.attention, _ATTENTION)
-        _one_of("head_backend", self.head_backend, _HEAD_BACKENDS)
+        _one_of("attention", self.attention, get_args(Attention))
+        _one_of("head_backend", self.head_backend, get_args(HeadBackend))
         check_choice(self.kernels)
-        _one_of("loss_normalization", self.loss_normalization, ("batch", "tokens"))
+        _one_of("loss_normalization", self.loss_normalization, get_args(LossNormalization))
         if self.loss_normalization == "tokens" and not self.fused_head:
             raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")
         object.__setattr__(self, "shape_buckets", _sizes(self.shape_buckets))
         if self.shape_buckets not in (False, "auto") and not self.padding_free:
             raise ValueError("shape_buckets=... is about batches without padding, but padding_free=False.")
-        _one_of("overlong", self.overlong, _OVERLONG)
+        _one_of("overlong", self.overlong, get_args(Overlong))
         budget = self.max_tokens_per_batch
-        if budget not in (None, *_BUDGETS) and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        named = (None, *get_args(Budget))
+        if budget not in named and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
             raise ValueError(
                 f"max_tokens_per_batch={budget!r}: expected a positive number of tokens, such as 16384, 'auto' or "
                 "'keep_samples'."

@@ -9,14 +9,16 @@ import functools
 import importlib
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.nn as nn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_liger.choices import ActivationCheckpointing, Auto
 from lightning_liger.head.apply import lazy_heads
 from lightning_liger.parallel.audit import audit, explain_mixture
 from lightning_liger.parallel.blocks import find_blocks
+from lightning_liger.parallel.checkpoint import StateDictType
 from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.groups import compute_dtypes
@@ -70,15 +72,15 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
 
     def __init__(
         self,
-        replicate_size: int | str = 1,
+        replicate_size: int | Literal["nodes"] = 1,
         bf16: bool = True,
-        reshard_after_forward: bool | str = "auto",
+        reshard_after_forward: bool | Auto = "auto",
         offload: bool = False,
-        activation_checkpointing: str = "none",
+        activation_checkpointing: ActivationCheckpointing = "none",
         weights: str = "auto",
         prefetch: int = 0,
-        gather_in_evaluation: bool | str = "auto",
-        state_dict_type: str = "full",
+        gather_in_evaluation: bool | Auto = "auto",
+        state_dict_type: StateDictType = "full",
         async_save: bool = False,
         exclude_frozen_parameters: bool = False,
         process_group_backend: str | None = None,

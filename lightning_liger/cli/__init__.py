@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_liger.cli.errors import CommandError
 
 PROGRAM = "lightning-liger"
+_TRAINING = "lightning_liger.cli.training"
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,19 @@ class Subcommand:
         module: holds ``main(argv: list[str]) -> int``, which is given what follows the subcommand's name, and answers
             with the exit code: 0 for success, 1 for a problem that was found, 2 for a command line that is wrong.
         help: one line.
+        named: the subcommand's name stays at the head of what ``main`` is given, for modules of several.
     """
 
     module: str
     help: str
+    named: bool = False
 
 
 COMMANDS: dict[str, Subcommand] = {
-    "bench": Subcommand("lightning_liger.cli.bench", "measure what each feature is worth on your module and data"),
+    "fit": Subcommand(_TRAINING, "train from a YAML file or options, as LightningCLI does, accelerated", named=True),
+    "validate": Subcommand(_TRAINING, "evaluate on the validation data, configured like fit", named=True),
+    "test": Subcommand(_TRAINING, "evaluate on the test data, configured like fit", named=True),
+    "predict": Subcommand(_TRAINING, "predict, configured like fit", named=True),
     "export": Subcommand("lightning_liger.cli.export", "write a Hugging Face model from a Lightning checkpoint"),
 }
 
@@ -53,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"{PROGRAM}: error: no subcommand {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
         return 2
+    command = COMMANDS[name]
     try:
-        code: int = importlib.import_module(COMMANDS[name].module).main(rest)
+        code: int = importlib.import_module(command.module).main(arguments if command.named else rest)
     except CommandError as error:
         print(f"{PROGRAM} {name}: error: {error}", file=sys.stderr)
         return error.code

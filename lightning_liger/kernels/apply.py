@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from lightning_liger.choices import KernelChoice
 from lightning_liger.kernels import liger
 from lightning_liger.kernels.check import Verdict, verify
 from lightning_liger.kernels.device import trial_device, why_not
-from lightning_liger.kernels.options import Choice, why_off
+from lightning_liger.kernels.options import why_off
 from lightning_liger.kernels.registry import KernelBinding, KernelPatch, known_ops, registered
 from lightning_liger.kernels.report import KernelReport, OpReport
 from lightning_liger.kernels.rotary import RopePatch, rotary_functions
@@ -34,7 +35,7 @@ class Kernels:
         switch: turns all bindings on and off.
     """
 
-    def __init__(self, choice: Choice, report: KernelReport, switch: Switch) -> None:
+    def __init__(self, choice: KernelChoice, report: KernelReport, switch: Switch) -> None:
         self.choice = choice
         self.report = report
         self.switch = switch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-Choice = bool | str | Mapping[str, bool | str]
+from lightning_liger.choices import KernelChoice
 
 
 def check_choice(choice: object) -> None:
@@ -30,12 +30,12 @@ def check_choice(choice: object) -> None:
             raise ValueError(f"kernels={choice!r}: {op!r} must be True, False or 'auto'.")
 
 
-def choice_for(choice: Choice, op: str) -> bool | str:
+def choice_for(choice: KernelChoice, op: str) -> bool | str:
     """True, False or ``"auto"`` for one op; an op that a mapping leaves out follows the default, ``"auto"``."""
     return choice.get(op, "auto") if isinstance(choice, Mapping) else choice
 
 
-def why_off(choice: Choice, op: str, auto: str) -> str:
+def why_off(choice: KernelChoice, op: str, auto: str) -> str:
     """Why ``op`` is off, or ``""``; ``auto`` is why the default leaves kernels off, or ``""``."""
     wanted = choice_for(choice, op)
     if wanted == "auto":

@@ -10,16 +10,16 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_liger.modes import Modes
+from lightning_liger.choices import ActivationCheckpointing
 from lightning_liger.patching import Rebound, Switch, bypass, bypass_reason, live_binding
 
-MODES = ("none", "selective", "full")
+MODES = get_args(ActivationCheckpointing)
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 _LEFT_TO_TRANSFORMERS = (
     "the model's own gradient checkpointing is on and stays in charge; without model.gradient_checkpointing_enable() "
@@ -70,7 +70,7 @@ class Recomputed(Rebound):
         if caches:
             self.note(_KEPT_CACHE)
         found = [_snapshot(cache) for cache in caches]
-        reason, modes, again = bypass_reason(), Modes(self.module), False
+        reason, again = bypass_reason(), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
@@ -79,8 +79,8 @@ class Recomputed(Rebound):
                 args = tuple(fresh.get(id(a), a) for a in args)
                 kwargs = {name: fresh.get(id(v), v) for name, v in kwargs.items()}
             again = True
-            # backward runs in another context, where nothing is bypassed and adapters may be switched
-            with bypass(reason), modes.restored():
+            # backward runs in another context, where nothing is bypassed
+            with bypass(reason):
                 return self.original(*args, **kwargs)
 
         if self.mode == "selective":
