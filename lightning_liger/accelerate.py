@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.nn as nn
 
-from lightning_liger.head.apply import LazyHead
-from lightning_liger.head.finding import find_heads
+from lightning_liger.head.apply import LazyHead, LazyTokenHead
+from lightning_liger.head.finding import find_heads, trains_tokens
 from lightning_liger.kernels.apply import Kernels
 from lightning_liger.kernels.registry import KernelBinding
 from lightning_liger.padding.attention import PackedAttention
@@ -20,6 +20,7 @@ from lightning_liger.padding.boundary import PackedBackbone
 from lightning_liger.padding.buckets import ShapeBuckets, is_compiled_inside
 from lightning_liger.padding.counting import CountedBackbone
 from lightning_liger.padding.layout import LayoutBook
+from lightning_liger.padding.per_row import PerRowAdapters
 from lightning_liger.padding.plain_decoder.decoder import (
     PackedBlock,
     PackedDecoder,
@@ -110,6 +111,8 @@ class Accelerated:
                 type(model), "prepare_inputs_for_generation"
             ):
                 self._bind(model, BypassedGenerate)
+            if callable(getattr(type(model), PerRowAdapters.name, None)) and hasattr(type(model), "get_base_model"):
+                self._bind(model, PerRowAdapters, self.report.padding)
 
     def _behind_backbones(self) -> set[nn.Module]:
         """What is called with ordinary tensors only, whatever tensors a step sees."""
@@ -203,7 +206,8 @@ class Accelerated:
             if head in compiled:
                 report.refuse(f"the head {_COMPILED}")
                 continue
-            if self._bind(head, LazyHead, report, self.settings.head_backend):
+            kind = LazyTokenHead if trains_tokens(head) else LazyHead
+            if self._bind(head, kind, report, self.settings.head_backend):
                 report.applied += 1
         report.found = max(report.found, len(self._heads) + len(refused))
 

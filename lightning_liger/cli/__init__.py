@@ -35,6 +35,7 @@ COMMANDS: dict[str, Subcommand] = {
     "validate": Subcommand(_TRAINING, "evaluate on the validation data, configured like fit", named=True),
     "test": Subcommand(_TRAINING, "evaluate on the test data, configured like fit", named=True),
     "predict": Subcommand(_TRAINING, "predict, configured like fit", named=True),
+    "bench": Subcommand("lightning_liger.cli.bench", "measure what each feature is worth on your module and data"),
     "export": Subcommand("lightning_liger.cli.export", "write a Hugging Face model from a Lightning checkpoint"),
 }
 

@@ -35,7 +35,7 @@ class LazyHead(Rebound):
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 2:
             return self.original(*args, **kwargs)
         hidden = args[0]
-        weight, bias = self.module.weight, self.module.bias
+        weight, bias = self.projection()
         if torch.compiler.is_compiling() or hidden.device != weight.device:
             return self.original(*args, **kwargs)
         self.look_for_shards()
@@ -54,6 +54,10 @@ class LazyHead(Rebound):
         self.report.name(backend)
         hold = self._hold(weight)
         return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report, hold, habits=self.habits))
+
+    def projection(self) -> tuple[Tensor, Tensor | None]:
+        """What the hidden rows are multiplied with, and what is added."""
+        return self.module.weight, self.module.bias
 
     # -- sharded by FSDP2 --------------------------------------------------------------------------------------------
 
@@ -78,6 +82,19 @@ class LazyHead(Rebound):
     def _hold(self, weight: Tensor) -> Hold | None:
         NEWCOMERS.discard(self)
         return Hold(self._gathering) if self._gathering is not None and self._gathering.gathered(weight) else None
+
+
+class LazyTokenHead(LazyHead):
+    """PEFT's ``TrainableTokensLayer`` around a head: some rows of its weight are trained, the others are the base's."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.module
+        if layer.disable_adapters or layer.merged or not layer.active_adapters:
+            return self.original(*args, **kwargs)  # which calls the base
+        return super().call(*args, **kwargs)
+
+    def projection(self) -> tuple[Tensor, Tensor | None]:
+        return self.module.get_merged_weights(self.module.active_adapters), None
 
 
 def lazy_heads(module: nn.Module) -> list[nn.Module]:

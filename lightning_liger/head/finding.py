@@ -61,7 +61,11 @@ def _projections(head: nn.Module) -> Iterator[nn.Module]:
     adapter, merged, disabled or of another kind, is ever passed over.
     """
     base, saved = getattr(head, "base_layer", None), getattr(head, "modules_to_save", None)
-    if isinstance(base, nn.Module):
+    tokens = getattr(head, "token_adapter", None)
+    if isinstance(tokens, nn.Module):
+        yield from _projections(tokens.base_layer)  # type: ignore[arg-type]
+        yield tokens
+    elif isinstance(base, nn.Module):
         yield from _projections(base)
         adapters = getattr(head, "lora_B", None)
         if isinstance(adapters, nn.ModuleDict):
@@ -83,12 +87,18 @@ def _output_embeddings(model: Any) -> nn.Module | None:
 
 
 def _refusal(head: nn.Module) -> str | None:
-    if not _is_linear(head):
+    if not _is_linear(head) and not trains_tokens(head):
         return f"the head is a {type(head).__module__}.{type(head).__name__}, whose own computation must be kept"
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     if any(not str(getattr(hook, "__module__", "")).startswith(_OUR_HOOKS) for hook in hooks):
         return "the head carries forward hooks of its own"
     return None
+
+
+def trains_tokens(module: nn.Module) -> bool:
+    """PEFT's layer that trains single rows of a weight, around an ``nn.Linear``."""
+    base = module._modules.get("base_layer")
+    return type(module).__name__ == "TrainableTokensLayer" and base is not None and _is_linear(base)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_liger.modes import Modes
 from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import bypass
@@ -42,6 +43,8 @@ class PlainRun:
         self._args, self._kwargs = tree_map_only(Tensor, _kept, (args, kwargs))
         self._inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         self._versions = self._now()
+        # adapters are often switched within a step, such as off for a reference
+        self._modes = Modes(backbone.module)
         self._layout = layout
         self._with_gradients = torch.is_grad_enabled()
         self._outputs: dict[bool, Any] = {}
@@ -57,7 +60,7 @@ class PlainRun:
                     "written to (by an optimizer step, perhaps). Padding removal did not compute them then and cannot "
                     "now: read them before, or set padding_free=False."
                 )
-            with bypass("a padded position was read"):
+            with bypass("a padded position was read"), self._modes.restored():
                 found = self._outputs[graph] = self.backbone.original(*self._args, **self._kwargs)
             self.backbone.report.ran_twice()
         return found

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_liger.choices import ActivationCheckpointing
+from lightning_liger.modes import Modes
 from lightning_liger.patching import Rebound, Switch, bypass, bypass_reason, live_binding
 
 MODES = get_args(ActivationCheckpointing)
@@ -70,7 +71,7 @@ class Recomputed(Rebound):
         if caches:
             self.note(_KEPT_CACHE)
         found = [_snapshot(cache) for cache in caches]
-        reason, again = bypass_reason(), False
+        reason, modes, again = bypass_reason(), Modes(self.module), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
@@ -79,8 +80,8 @@ class Recomputed(Rebound):
                 args = tuple(fresh.get(id(a), a) for a in args)
                 kwargs = {name: fresh.get(id(v), v) for name, v in kwargs.items()}
             again = True
-            # backward runs in another context, where nothing is bypassed
-            with bypass(reason):
+            # backward runs in another context, where nothing is bypassed and adapters may be switched
+            with bypass(reason), modes.restored():
                 return self.original(*args, **kwargs)
 
         if self.mode == "selective":

@@ -1,0 +1,274 @@
+"""What was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_liger.bench.messages import Done, Failure, Plan, Turn
+from lightning_liger.bench.smoothness import Smoothness, smoothness
+from lightning_liger.bench.variants import Variant
+
+# Losses on the same batches may differ by so much, relatively: rounding of fp32; of bf16, which keeps 8 bits.
+TOLERANCE = {"32": 1e-5, "bf16": 2.0**-7}
+
+
+@dataclass
+class Row:
+    """One variant.
+
+    Attributes:
+        warm_ups: one per run; not measured, but their losses are compared.
+        turns: measured ones.
+        runs: turns of each run on end, the warm-up first.
+        failure: why there is nothing more, or ``""``.
+    """
+
+    variant: Variant
+    precision: str = ""
+    warm_ups: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    runs: list[list[Turn]] = field(default_factory=list)
+    peak_memory: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    failure: str = ""
+    out_of_memory: bool = False
+    trace: str = ""
+    largest: int = 0
+
+    def __post_init__(self) -> None:
+        self.failure = self.failure or self.variant.skipped
+
+    @property
+    def name(self) -> str:
+        return self.variant.name
+
+    def add_warm_up(self, turn: Turn) -> None:
+        self.warm_ups.append(turn)
+        self.runs.append([])
+        self._add(turn)
+
+    def add_turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self._add(turn)
+
+    def _add(self, turn: Turn) -> None:
+        self.runs[-1].append(turn)
+        self.largest = max(self.largest, turn.largest)
+        self.peak_memory = max(self.peak_memory, turn.peak_memory)
+
+    def end(self, done: Done) -> None:
+        self.peak_memory = max(self.peak_memory, done.peak_memory)
+        self.settings, self.report, self.reasons = done.settings, done.report, done.reasons
+
+    def fail(self, failure: Failure) -> None:
+        self.failure, self.out_of_memory, self.trace = failure.what, failure.out_of_memory, failure.trace
+        self.largest = max(self.largest, failure.largest)
+        self.turns = []  # a run that ends like this is no measurement
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.turns)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all measured steps."""
+        return [second for turn in self.turns for second in turn.seconds]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half of what lies between the quartiles of the seconds of a step, over their median."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, middle, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / 2 / middle
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Real tokens of all measured steps over their seconds; None where they cannot be counted."""
+        if any(turn.tokens is None for turn in self.turns):
+            return None
+        return sum(sum(turn.tokens or ()) for turn in self.turns) / sum(self.seconds)
+
+    @property
+    def padding(self) -> float | None:
+        """Share of the positions of the batches that is padding."""
+        turns = [turn for run in self.runs for turn in run]
+        positions = sum(sum(turn.positions) for turn in turns)
+        if not positions or any(turn.tokens is None for turn in turns):
+            return None
+        return 1 - sum(sum(turn.tokens or ()) for turn in turns) / positions
+
+    @property
+    def flops_per_second(self) -> float | None:
+        if not self.turns or any(turn.flops is None for turn in self.turns):
+            return None
+        return sum(sum(turn.flops or ()) for turn in self.turns) / sum(self.seconds)
+
+    @property
+    def smoothness(self) -> Smoothness | None:
+        return smoothness(self.losses(0)) if self.runs else None
+
+    def losses(self, run: int) -> list[float]:
+        """Of each step, from the first one on."""
+        return [loss for turn in self.runs[run] for loss in turn.losses]
+
+    def checksums(self, run: int) -> list[int]:
+        return [checksum for turn in self.runs[run] for checksum in turn.checksums]
+
+
+@dataclass
+class Comparison:
+    """All variants of one training; the first row is what the others are compared with.
+
+    Attributes:
+        order: how they took turns, see :mod:`lightning_liger.bench.schedule`.
+        peak_flops: of the device in the precision that is computed in; None where it is not known.
+    """
+
+    plan: Plan
+    rows: list[Row]
+    name: str = ""
+    device: str = ""
+    order: str = ""
+    peak_flops: float | None = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def plain(self) -> Row:
+        return self.rows[0]
+
+    def speedup(self, row: Row) -> float | None:
+        """Tokens per second over plain's; by steps where tokens cannot be counted and batches are the same."""
+        if not (row.measured and self.plain.measured):
+            return None
+        own, plain = row.tokens_per_second, self.plain.tokens_per_second
+        if own is not None and plain is not None:
+            return own / plain
+        return self.plain.step_seconds / row.step_seconds if row.variant.same_batches else None
+
+    def speedup_of_turns(self, row: Row) -> tuple[float, float] | None:
+        """The least and the greatest of all rounds: how much the machine's noise could have changed the ratio."""
+        if self.speedup(row) is None:
+            return None
+        pairs = list(zip(self.plain.turns, row.turns, strict=False))
+        ratios = [_rate(fast) / _rate(plain) for plain, fast in pairs]
+        return min(ratios), max(ratios)
+
+    def memory_ratio(self, row: Row) -> float | None:
+        return row.peak_memory / self.plain.peak_memory if row.measured and self.plain.peak_memory else None
+
+    def same_batches(self, row: Row) -> bool:
+        """Whether a variant that should have seen plain's batches did."""
+        pairs = [(self.plain.checksums(r), row.checksums(r)) for r in self._common_runs(row)]
+        return all(a == b for plain, own in pairs for a, b in zip(plain, own, strict=False))
+
+    def deviation(self, row: Row) -> float | None:
+        """The largest relative difference of a step's loss from plain's; None where batches differ or there is no loss."""
+        if row is self.plain or not row.variant.same_batches or not row.measured or not self.plain.runs:
+            return None
+        pairs = [
+            pair for r in self._common_runs(row) for pair in zip(self.plain.losses(r), row.losses(r), strict=False)
+        ]
+        if not pairs or all(math.isnan(plain) and math.isnan(own) for plain, own in pairs):
+            return None
+        found = [0.0 if own == plain else abs(own - plain) / max(abs(plain), 1e-12) for plain, own in pairs]
+        # max() would let a NaN, which compares false with everything, pass for agreement
+        return next((d for d in found if math.isnan(d)), max(found))
+
+    def tolerance(self, row: Row) -> float:
+        """How far apart losses of the same batches may be."""
+        lower = row.variant.lower_precision or "bf16" in row.precision or "16" in self.plain.precision
+        return TOLERANCE["bf16" if lower else "32"]
+
+    def mfu(self, row: Row) -> float | None:
+        rate = row.flops_per_second
+        return None if rate is None or not self.peak_flops else rate / self.peak_flops
+
+    def problems(self) -> list[str]:
+        """What makes the comparison worthless, or a variant wrong."""
+        found = []
+        for row in self.rows:
+            if row.failure and not row.variant.skipped and not row.out_of_memory:
+                found.append(f"{row.name} failed: {row.failure}")
+            if not row.measured or not row.variant.same_batches:
+                continue
+            if not self.same_batches(row):
+                found.append(f"{row.name} did not see plain's batches, so it is not compared with like.")
+            deviation = self.deviation(row)
+            if deviation is not None and not deviation <= self.tolerance(row):
+                found.append(
+                    f"{row.name}: losses differ from plain's by {deviation:.1e}, more than {self.tolerance(row):.0e} relative."
+                )
+        return found
+
+    def _common_runs(self, row: Row) -> range:
+        return range(min(len(self.plain.runs), len(row.runs)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines; bytes, seconds, and floating point operations per second."""
+        return {
+            "name": self.name,
+            "device": self.device,
+            "order": self.order,
+            "plan": asdict(self.plan),
+            "peak_flops": self.peak_flops,
+            "seconds": round(self.seconds, 1),
+            "notes": list(self.notes),
+            "problems": self.problems(),
+            "variants": [self._row(row) for row in self.rows],
+        }
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "name": row.name,
+            "options": {k: _plainly(v) for k, v in row.settings.items()},
+            "skipped": row.variant.skipped,
+            "failure": "" if row.variant.skipped else row.failure,
+            "out_of_memory": row.out_of_memory,
+        }
+        if row.measured:
+            even = row.smoothness
+            made |= {
+                "precision": row.precision,
+                "step_seconds": row.step_seconds,
+                "spread": row.spread,
+                "seconds": row.seconds,
+                "tokens_per_second": row.tokens_per_second,
+                "padding_fraction": row.padding,
+                "speedup": self.speedup(row),
+                "speedup_of_rounds": self.speedup_of_turns(row),
+                "flops_per_second": row.flops_per_second,
+                "mfu": self.mfu(row),
+                "peak_memory_bytes": row.peak_memory,
+                "memory_ratio": self.memory_ratio(row),
+                "largest_relative_loss_difference": self.deviation(row),
+                "loss_noise": None if even is None else even.noise,
+                "loss_spikes": None if even is None else even.spikes,
+                "losses": row.losses(0),
+                "reasons": list(row.reasons),
+                "report": row.report,
+            }
+        return made
+
+
+def _rate(turn: Turn) -> float:
+    """Tokens per second of one turn; steps where tokens are not counted."""
+    work = sum(turn.tokens) if turn.tokens is not None else len(turn.seconds)
+    return work / sum(turn.seconds)
+
+
+def _plainly(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, dict, type(None))) else repr(value)

@@ -1,0 +1,186 @@
+"""The comparison for people: a table, and a footer that explains every column of it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_liger.bench.results import Comparison, Row
+from lightning_liger.tables import table
+
+_WIDTH = 100
+_EMPTY = "–"
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    meaning: str
+    cell: Callable[[Comparison, Row], str]
+
+
+def show(comparison: Comparison) -> str:
+    """Table, footer and notes as text."""
+    columns = [c for c in _COLUMNS if any(c.cell(comparison, row) not in ("", _EMPTY) for row in comparison.rows)]
+    rows = [[row.name, *(c.cell(comparison, row) for c in columns)] for row in comparison.rows if not _skipped(row)]
+    parts = [
+        _title(comparison),
+        table(["variant", *(c.title for c in columns)], rows, numbers=True),
+        "",
+        *_wrapped("Each variant has all that the ones above it have." if _cumulative(comparison) else ""),
+        *(_entry(row.name, row.variant.meaning) for row in comparison.rows if not _skipped(row)),
+        "",
+        *(_entry(c.title, c.meaning) for c in columns),
+        "",
+        *_wrapped(_how(comparison)),
+    ]
+    notes = [*_notes(comparison), *comparison.notes]
+    if notes:
+        parts += ["", *(line for note in notes for line in _wrapped(note, first="  - ", rest="    "))]
+    return "\n".join(parts)
+
+
+def _title(comparison: Comparison) -> str:
+    plain = comparison.plain
+    padding = f"; {plain.padding:.0%} of plain's batches is padding" if plain.padding is not None else ""
+    precision = f", precision {plain.precision}" if plain.precision else ""
+    return f"{comparison.name or 'Result'}: {comparison.device or 'no device'}{precision}{padding}"
+
+
+def _cumulative(comparison: Comparison) -> bool:
+    return any(row.name.startswith("+") for row in comparison.rows)
+
+
+def _skipped(row: Row) -> bool:
+    return bool(row.variant.skipped)
+
+
+def _how(comparison: Comparison) -> str:
+    plan = comparison.plan
+    rounds = max((len(row.turns) for row in comparison.rows), default=0)
+    how = {
+        "side by side": "each in a process of its own, in turns",
+        "one after the other": "one after the other, each round from the start and with the memory given back in between",
+        "inside of this training": "in turns inside of this training, on its own first batch",
+    }.get(comparison.order, comparison.order)
+    warm = f"the first {plan.warmup} {'is' if plan.warmup == 1 else 'are'} warm-up and not measured"
+    return (
+        f"Measured {how}: {rounds} {'round' if rounds == 1 else 'rounds'} of {plan.steps} optimizer steps; {warm}. "
+        "All variants begin with the same weights and the same order of data."
+    )
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """What a row cannot say in a number."""
+    found = [f"{row.name} is not measured: {row.variant.skipped}." for row in comparison.rows if _skipped(row)]
+    for row in comparison.rows:
+        if row.out_of_memory:
+            found.append(f"{row.name}: a batch did not fit into memory; the other variants went on without it.")
+        elif row.failure and not _skipped(row):
+            found.append(f"{row.name}: {row.failure}")
+    last = next((row for row in comparison.rows[::-1] if row.reasons and row.measured), None)
+    if last is not None:
+        found += [f"{last.name}: {reason}" for reason in last.reasons]
+    return found
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=rest)
+
+
+def _entry(name: str, meaning: str) -> str:
+    return "\n".join(_wrapped(f"{name.ljust(16)} {meaning}", first="  ", rest=" " * 19))
+
+
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def _step(comparison: Comparison, row: Row) -> str:
+    if row.failure:
+        return "out of memory" if row.out_of_memory else "failed"
+    return f"{1000 * row.step_seconds:,.1f} ms ± {row.spread:.0%}" if row.measured else _EMPTY
+
+
+def _tokens(comparison: Comparison, row: Row) -> str:
+    rate = row.tokens_per_second if row.measured else None
+    return _EMPTY if rate is None else f"{rate:,.0f}"
+
+
+def _speedup(comparison: Comparison, row: Row) -> str:
+    ratio = comparison.speedup(row)
+    if ratio is None:
+        return _EMPTY
+    turns = comparison.speedup_of_turns(row)
+    if row is comparison.plain or turns is None or f"{turns[0]:.2f}" == f"{turns[1]:.2f}":
+        return f"{ratio:.2f}×"
+    return f"{ratio:.2f}× ({turns[0]:.2f}–{turns[1]:.2f})"
+
+
+def _mfu(comparison: Comparison, row: Row) -> str:
+    share = comparison.mfu(row)
+    return _EMPTY if share is None else f"{share:.1%}"
+
+
+def _memory(comparison: Comparison, row: Row) -> str:
+    if not row.measured or not row.peak_memory:
+        return _EMPTY
+    ratio = None if row is comparison.plain else comparison.memory_ratio(row)
+    return gigabytes(row.peak_memory) + ("" if ratio is None else f" ({ratio:.2f}×)")
+
+
+def _deviation(comparison: Comparison, row: Row) -> str:
+    if row is comparison.plain or not row.measured:
+        return _EMPTY
+    if not row.variant.same_batches:
+        return "other batches"
+    deviation = comparison.deviation(row)
+    if deviation is None:
+        return _EMPTY
+    within = deviation <= comparison.tolerance(row)
+    return f"{relative(deviation)} {'equal' if within else 'DIFFERS'}"
+
+
+def _noise(comparison: Comparison, row: Row) -> str:
+    even = row.smoothness if row.measured else None
+    return _EMPTY if even is None else f"{even.noise:.3f}, {even.spikes}"
+
+
+def relative(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0"
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+_COLUMNS = (
+    _Column(
+        "step",
+        "time of one optimizer step, waiting for data included: the median, ± half of the middle half's width",
+        _step,
+    ),
+    _Column("tokens/s", "real tokens trained per second; padding does not count", _tokens),
+    _Column("speed", "tokens/s over plain's; in brackets the slowest and the fastest round", _speedup),
+    _Column(
+        "MFU",
+        "share of the device's peak arithmetic that goes into the model's own work on real tokens (50% is very good)",
+        _mfu,
+    ),
+    _Column(
+        "peak memory",
+        "the most that training held at once, and its ratio to plain's (on a CPU: above the process before training)",
+        _memory,
+    ),
+    _Column(
+        "loss vs plain",
+        "the largest relative difference of any step's loss from plain's on the same batches; 'equal' is within rounding "
+        "(1e-5 in fp32, 8e-3 in bf16)",
+        _deviation,
+    ),
+    _Column(
+        "loss noise",
+        "how much the loss jumps from step to step (standard deviation), and how many jumps stand out",
+        _noise,
+    ),
+)
