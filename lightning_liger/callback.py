@@ -17,8 +17,9 @@ from lightning_liger.data.batching import TokenBatches
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
-from lightning_liger.meter import Meter
-from lightning_liger.report import Report, printable
+from lightning_liger.meter.meter import Meter
+from lightning_liger.printing import printable
+from lightning_liger.report import Report
 from lightning_liger.settings import Settings, check_option_names
 from lightning_liger.token_weights import TokenWeights
 from lightning_liger.trees import callback_bases
@@ -170,7 +171,7 @@ class LigerCallback(_Base):
         self._hooks = [] if self._batches is None else [self._batches]
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
-        self._hooks.append(Meter(self.report))
+        self._hooks.append(Meter(self.report, self.settings.head))
         self._first_batch = True
         for hooks in self._hooks:
             hooks.begin_training(trainer, pl_module)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_liger.calls import BackboneCalls, HeadCalls
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.kernels.report import KernelReport
+from lightning_liger.printing import table
 
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
@@ -58,6 +58,7 @@ class PaddingReport(Feature):
     filler: int = 0
     shapes: dict[tuple[int, int, int], int] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
+    log: BackboneCalls = field(default_factory=BackboneCalls, repr=False)
     _pending: int = 0
 
     def restart(self) -> None:
@@ -66,10 +67,12 @@ class PaddingReport(Feature):
         self.positions = self.padding = self.tokens = self.filler = self._pending = 0
         self.attention.clear()
         self.shapes.clear()
+        self.log.clear()
 
-    def seen(self, shape: tuple[int, int]) -> None:
-        """A training or evaluation call with ``(B, S)`` positions."""
+    def seen(self, shape: tuple[int, int], model: object = None) -> None:
+        """A training or evaluation call of ``model`` with ``(B, S)`` positions."""
         self.calls += 1
+        self.log.seen(shape, model)
         self._pending = shape[0] * shape[1]
         self.positions += self._pending
         self.tokens += self._pending
@@ -78,12 +81,14 @@ class PaddingReport(Feature):
         """A call ran without padding; ``shaped``: as the backbone saw it, lengthened or not."""
         self.packed_calls += 1
         self.real(layout.tokens)
+        self.log.real(layout.lengths, executed=(shaped or layout).documents)
         if shaped is not None and shaped.filler:
             self.filler += shaped.size - shaped.tokens
             self.shapes[shaped.shape_key] = self.shapes.get(shaped.shape_key, 0) + 1
 
-    def real(self, tokens: int) -> None:
+    def real(self, tokens: int, lengths: tuple[int, ...] | None = None) -> None:
         """How many positions of the call counted last are tokens; the rest is padding. Later calls say nothing new."""
+        self.log.real(lengths)
         missing, self._pending = max(self._pending - tokens, 0), 0
         self.padding += missing
         self.tokens -= missing
@@ -136,18 +141,26 @@ class HeadReport(Feature):
     rows: int = 0
     computed_rows: int = 0
     materialised_by: dict[str, str] = field(default_factory=dict)
+    log: HeadCalls = field(default_factory=HeadCalls, repr=False)
 
     def restart(self) -> None:
         """Count from zero; what is on, and the reasons for what is off, stay."""
         self.fused_calls = self.rows = self.computed_rows = 0
+        self.log.clear()
 
-    def scored(self, rows: int, computed: int) -> None:
+    def scored(self, rows: int, computed: int, head: object = None) -> None:
         self.fused_calls += 1
         self.rows += rows
         self.computed_rows += computed
+        self.log.add(head, computed, loss=True)
 
-    def materialised(self, operator: str) -> None:
+    def read(self, rows: int, head: object) -> None:
+        """Logits of ``rows`` rows were computed for something that is not differentiated."""
+        self.log.add(head, rows, loss=False)
+
+    def materialised(self, operator: str, rows: int = 0, head: object = None) -> None:
         """Logits were computed in full for ``operator``; the first call site of each is kept."""
+        self.log.add(head, rows, loss=False)
         if operator not in self.materialised_by:
             self.materialised_by[operator] = _call_site()
 
@@ -188,6 +201,7 @@ class Report:
     batching: BatchingReport = field(default_factory=BatchingReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    meter: dict[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Report:
         return self
@@ -211,6 +225,7 @@ class Report:
             "token_batches": self.batching.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
+            "meter": dict(self.meter),
         }
 
     def begin_training(self) -> None:
@@ -284,34 +299,7 @@ class Report:
             why = "see below" if reasons else "no transformers model and no language-model head was found"
             return "\n".join([f"lightning-liger: nothing to accelerate ({why}); everything runs as it is", *reasons])
         columns = ("feature", "applied to", "first training step")
-        return "\n".join(["lightning-liger", _table([columns, *self.rows()]), *reasons])
-
-
-def printable(text: str) -> str:
-    """``text`` as the standard output can show it: a table must not end a training run on an ASCII terminal."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
-
-
-def _table(lines: list[tuple[str, str, str]]) -> str:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(line[i]) for line in lines) for i in range(3)]
-        padded = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join(f"  {line}".rstrip() for line in (padded[0], "-" * sum(widths, 4), *padded[1:]))
-    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
-    table = Table(box=box.HEAVY_HEAD if "utf" in encoding else box.ASCII)
-    for column in lines[0]:
-        table.add_column(column)
-    for line in lines[1:]:
-        table.add_row(*line)
-    width = min(max(shutil.get_terminal_size((110, 24)).columns, 60), 110)
-    console = Console(width=width, record=True, file=io.StringIO(), markup=False)
-    console.print(table)
-    return console.export_text().rstrip("\n")
+        return "\n".join(["lightning-liger", table([columns, *self.rows()]), *reasons])
 
 
 def _where(feature: Feature, unit: str) -> str:

@@ -238,7 +238,8 @@ class LazyRows(Tensor):
             return self.held_without_graph
         self.check_unchanged(what)
         if self.view_.source.head is not None:
-            self.view_.source.head.report.materialised(what)
+            head = self.view_.source.head
+            head.report.materialised(what, self.view_.position.numel(), head)
         if not self.is_live():
             values: Tensor = _native(self, torch.clone)
         else:

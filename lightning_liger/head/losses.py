@@ -126,7 +126,7 @@ def _labelled(
             return total.to(_loss_dtype(input))
         return mean_over((total / keep.numel()).to(_loss_dtype(input)), keep.numel())
     input.consume("the loss")
-    view.source.head.report.scored(target.numel(), keep.numel())
+    view.source.head.report.scored(target.numel(), keep.numel(), view.source.head)
     if choice.on_padding:
         view = view.scored("the loss")
         simple = None if simple is None else replace(simple, source=view.source)

@@ -42,8 +42,11 @@ def rowwise(
     keep = None if pads is None else (~pads).nonzero()[:, 0]
     differentiable = torch.is_grad_enabled() and tensor.node is not None
     whole = pads is None or keep is None or keep.numel() == flat.numel()
+    head, computed = view.source.head, flat.numel() if whole or keep is None else keep.numel()
     if differentiable:  # metrics are not what the head's rows are counted for
-        view.source.head.report.scored(flat.numel(), flat.numel() if whole or keep is None else keep.numel())
+        head.report.scored(flat.numel(), computed, head)
+    else:
+        head.report.read(computed, head)
     if whole or pads is None or keep is None:
         settled = tuple(e.settle() if isinstance(e, Unsettled) else e for e in flat_extras)
         return tuple(o.view((*lead, *o.shape[1:])) for o in read(view, flat, program, what, settled, key, alone))

@@ -77,7 +77,7 @@ class PackedBackbone(PaddingFree):
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)  # traced code has one shape, and no documents in it
         if torch.is_grad_enabled() in self.off:
-            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs}, self.module)
             return self._as_it_is(args, kwargs)
         try:
             call = self._named(args, kwargs)
@@ -127,7 +127,7 @@ class PackedBackbone(PaddingFree):
         if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.numel() == 0:
             raise Unsuitable("no (B, S) tokens in the call")
         shape = (tokens.shape[0], tokens.shape[1])
-        self.report.seen(shape)
+        self.report.seen(shape, self.module)
         if any(call.get(name) is not None for name in _CACHES):
             raise Unsuitable("a KV cache is in use")
         if call.get("output_attentions") or getattr(config, "output_attentions", False):

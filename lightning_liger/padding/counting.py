@@ -14,18 +14,19 @@ from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
 
-def count_call(report: PaddingReport, call: dict[str, Any]) -> None:
-    """Count the positions of one call and, where its mask is known on the CPU, how many of them are padding."""
+def count_call(report: PaddingReport, call: dict[str, Any], model: nn.Module) -> None:
+    """Count the positions of one call of ``model`` and, where its mask is known on the CPU, how many of them are padding."""
     tokens = call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return
-    report.seen((tokens.shape[0], tokens.shape[1]))
+    report.seen((tokens.shape[0], tokens.shape[1]), model)
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]:
         values = cpu_values(mask)
         if values is not None:
-            report.real(int((values != 0).sum()))
+            lengths = tuple(int(n) for n in (values != 0).sum(1).tolist())
+            report.real(sum(lengths), lengths)
 
 
 class CountedBackbone(Rebound):
@@ -38,6 +39,6 @@ class CountedBackbone(Rebound):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            count_call(self.report, {**dict(zip(self._names, args, strict=False)), **kwargs}, self.module)
         args, kwargs = ordinary((args, kwargs))
         return self.original(*args, **kwargs)

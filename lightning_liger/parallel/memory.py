@@ -23,7 +23,8 @@ from lightning_liger.parallel.prefetch import check_depth, lists_of, set_prefetc
 from lightning_liger.parallel.recompute import Recomputed, check_mode, recompute_blocks
 from lightning_liger.parallel.shard import Sharding, reshard
 from lightning_liger.patching import Switch
-from lightning_liger.report import Report, printable
+from lightning_liger.printing import printable
+from lightning_liger.report import Report
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base

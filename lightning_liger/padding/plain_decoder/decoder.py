@@ -75,7 +75,7 @@ class PackedDecoder(PaddingFree):
         if ids is None or ids.numel() == 0:
             return self.original(*args, **kwargs)
         training = torch.is_grad_enabled()
-        count_call(self.report, {**call, "input_ids": ids})
+        count_call(self.report, {**call, "input_ids": ids}, self.module)
         if training in self.off:
             return self.original(*args, **kwargs)
         try:

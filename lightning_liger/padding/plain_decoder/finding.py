@@ -72,7 +72,7 @@ def _is_block(module: nn.Module, attending: dict[nn.Module, bool]) -> bool:
         return False
     for inner in module.modules():
         if inner not in attending:
-            attending[inner] = _attends(inner)
+            attending[inner] = attends(inner)
     return any(attending[m] for m in module.modules())
 
 
@@ -87,13 +87,13 @@ def _parts(module: nn.Module, attending: dict[nn.Module, bool]) -> Iterator[nn.M
             yield from _parts(child, attending)
 
 
-def _attends(module: nn.Module) -> bool:
+def attends(module: nn.Module) -> bool:
     if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
         return True
-    return any(_ATTENTION & set(names(f.__code__)) for f in _functions(module))
+    return any(_ATTENTION & set(names(f.__code__)) for f in functions(module))
 
 
-def _functions(module: nn.Module) -> Iterator[FunctionType]:
+def functions(module: nn.Module) -> Iterator[FunctionType]:
     """The methods of the module's class below ``nn.Module``, functions it holds, and those that they call by name."""
     members = [v for klass in type(module).__mro__ if klass not in nn.Module.__mro__ for v in vars(klass).values()]
     for member in (*members, *vars(module).values()):

@@ -97,7 +97,8 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _is_hooked(module: nn.Module, decoder: nn.Module) -> bool:
-    return module is not decoder and bool(module._forward_hooks or module._forward_pre_hooks)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return module is not decoder and any(not str(h.__module__).startswith("lightning_liger.") for h in hooks)
 
 
 def _keeps(module: nn.Module) -> bool:

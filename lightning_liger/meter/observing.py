@@ -1,0 +1,119 @@
+"""Watches one training step, to know what the structure of a model cannot tell.
+
+Hooks sit on the modules of a :class:`Structure` for the length of one step. They tell which inputs asked for a
+gradient, which layers ran how often for each run of the model, which saw fewer rows than there are tokens (a pooler),
+and which were computed again in backward. Modules inside of a compiled graph are left alone: hooks would be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from lightning_liger.meter.structure import Structure
+from lightning_liger.parallel.recompute import Recomputed
+from lightning_liger.patching import Rebound, inside_compiled
+
+
+@dataclass
+class _Seen:
+    calls: int = 0
+    again: int = 0
+    rows: int = 0
+    gradient: bool = False
+
+
+@dataclass
+class Observation:
+    """Of one model during one step.
+
+    Attributes:
+        model: runs of it are counted by a hook as well. structure: what was read from its modules.
+        dtype: in which products are computed; None before one was seen.
+    """
+
+    model: nn.Module
+    structure: Structure
+    dtype: torch.dtype | None = None
+    _runs: int = 0
+    _seen: dict[nn.Module, _Seen] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+
+    def begin(self) -> None:
+        compiled = inside_compiled(self.model)
+        modules = [m for m, _ in (*self.structure.products, *self.structure.attentions) if m not in compiled]
+        if self.model in compiled or not modules:
+            return
+        self._handles.append(self.model.register_forward_pre_hook(self._count_run))
+        for module in dict.fromkeys(modules):
+            self._seen[module] = _Seen()
+            self._handles.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _count_run(self, module: nn.Module, args: Any) -> None:
+        self._runs += torch._C._current_graph_task_id() == -1
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen = self._seen[module]
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if torch._C._current_graph_task_id() != -1:
+            seen.again += 1
+        else:
+            seen.calls += 1
+            if tensors and tensors[0].dim() > 0:
+                seen.rows += tensors[0].shape[:-1].numel()
+        floating = [t for t in tensors if t.is_floating_point()]
+        if self.dtype is None and floating:
+            kind = floating[0].device.type
+            self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else floating[0].dtype
+        seen.gradient = seen.gradient or (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
+
+    def learnt(self, positions: int) -> Structure:
+        """The structure as the step has shown it.
+
+        Args:
+            positions: what all runs of the step computed together.
+        """
+        if not self._runs:
+            return self.structure
+        kept = _selective(self.model)
+        products = []
+        for module, product in self.structure.products:
+            seen = self._seen.get(module)
+            if seen is not None and seen.calls:
+                # experts see the rows that a router sends them: what the structure says is true on average
+                rows = product.rows if product.rows != 1 else min(seen.rows / positions, seen.calls / self._runs)
+                again = min(seen.again / seen.calls, 1.0) * (0.5 if module in kept else 1.0)
+                product = replace(product, rows=rows, input_gradient=seen.gradient, recomputed=again)
+            products.append((module, product))
+        attentions = []
+        for module, attention in self.structure.attentions:
+            seen = self._seen.get(module)
+            if seen is not None and seen.calls:
+                again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
+                gradient = seen.gradient or any(p.requires_grad for p in module.parameters())
+                attention = replace(attention, gradient=gradient, recomputed=again)
+            attentions.append((module, attention))
+        return replace(self.structure, products=tuple(products), attentions=tuple(attentions))
+
+
+def _selective(model: nn.Module) -> set[nn.Module]:
+    """What is inside of blocks that keep attention and every second product for backward."""
+    return {m for block in model.modules() for found in _recomputed(block) for m in found.module.modules()}
+
+
+def _recomputed(block: nn.Module) -> Iterator[Recomputed]:
+    binding = block.__dict__.get("forward")
+    while isinstance(binding, Rebound):
+        if isinstance(binding, Recomputed) and binding.mode == "selective":
+            yield binding
+        binding = binding.previous

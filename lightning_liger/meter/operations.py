@@ -1,0 +1,139 @@
+"""Floating-point operations of the steps of one module: its backbones, its heads, and what lies outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.calls import BackboneCall, HeadCall
+from lightning_liger.head.finding import find_heads
+from lightning_liger.meter.flops import Call, Flops, ModelCost, Product, head_flops
+from lightning_liger.meter.observing import Observation
+from lightning_liger.meter.structure import NEGLIGIBLE, Structure, read_structure
+from lightning_liger.padding.backbones import find_backbones
+from lightning_liger.padding.plain_decoder.finding import find_decoders
+
+
+class Operations:
+    """Counts operations of training steps from the calls that were written down.
+
+    Args:
+        module: the LightningModule, or any other that holds backbones.
+        head: path of the head, where the user has named one.
+
+    Attributes:
+        dtype: in which products are computed; None before a step was watched, and where layers are compiled.
+    """
+
+    def __init__(self, module: nn.Module, head: str | None = None) -> None:
+        found, refused = find_backbones(module)
+        backbones = [*found, *refused, *(d.module for d in find_decoders(module))]
+        self._heads = tuple(dict.fromkeys(find_heads(module, head)[0]))
+        skip = frozenset(self._heads)
+        self.structures: dict[nn.Module, Structure] = {b: read_structure(b, skip) for b in backbones}
+        inside = {m for b in backbones for m in b.modules()} | set(skip)
+        self._outside = read_structure(module).without(inside)
+        self._observations: list[Observation] = []
+        self._trained = _trained(module)
+        self.dtype: torch.dtype | None = None
+        self._settle()
+
+    def _settle(self) -> None:
+        self._costs: dict[nn.Module, ModelCost] = {m: s.cost for m, s in self.structures.items()}
+        self._beside = ModelCost(tuple(p for _, p in self._outside.products))
+        self._head_costs = [
+            Product("head", h.in_features, h.out_features, 1.0, h.weight.requires_grad)
+            for h in self._heads
+            if isinstance(h, nn.Linear)
+        ]
+
+    @property
+    def unknown(self) -> list[str]:
+        """Why operations would be counted wrong; empty when they are right."""
+        if not self._costs:
+            return ["no backbone whose tokens are known was found"]
+        reasons = [reason for cost in self._costs.values() for reason in cost.unknown]
+        whole = sum(c.per_token for c in self._costs.values())
+        if self._beside.per_token > NEGLIGIBLE * whole:
+            largest = max(self._beside.products, key=lambda p: p.forward)
+            share = self._beside.per_token / (whole + self._beside.per_token)
+            reasons.append(f"{share:.0%} of the weights are outside of the backbone ({largest.name}, ...)")
+        return reasons
+
+    def is_stale(self, module: nn.Module) -> bool:
+        """Whether other parameters train now."""
+        return _trained(module) != self._trained
+
+    # -- one step that is watched ------------------------------------------------------------------------------------
+
+    def begin_observing(self) -> None:
+        self._observations = [Observation(m, s) for m, s in self.structures.items()]
+        for observation in self._observations:
+            observation.begin()
+
+    def stop_observing(self) -> None:
+        for observation in self._observations:
+            observation.end()
+
+    def end_observing(self, calls: Sequence[BackboneCall]) -> None:
+        """``calls``: those of the step that was watched."""
+        self.stop_observing()
+        for observation in self._observations:
+            positions = sum(_call(c).positions for c in calls if c.model is observation.model)
+            if positions:
+                self.structures[observation.model] = observation.learnt(positions)
+            self.dtype = observation.dtype or self.dtype
+        self._observations = []
+        self._settle()
+
+    # -- counting ----------------------------------------------------------------------------------------------------
+
+    def of(self, calls: Sequence[BackboneCall], heads: Sequence[HeadCall]) -> Flops:
+        """Operations of the calls, and of the heads that were used in the same steps."""
+        total = Flops()
+        ran = [(c.model, _call(c)) for c in calls]
+        for model, call in ran:
+            cost = self._costs.get(model)
+            if cost is not None:
+                total += cost.flops(call)
+        trained = [call for _, call in ran if call.gradient] or [call for _, call in ran]
+        for call in trained:
+            total += self._beside.flops(call)
+        return total + self._of_heads(trained, heads)
+
+    def _of_heads(self, calls: list[Call], heads: Sequence[HeadCall]) -> Flops:
+        total = Flops()
+        tokens, positions = sum(c.tokens for c in calls), sum(c.positions for c in calls)
+        if not heads:
+            for head in self._head_costs:
+                total += head_flops(head, tokens, positions, gradient=any(c.gradient for c in calls))
+            return total
+        # what a metric reads besides is work, but not the model's
+        losses = any(h.loss for h in heads)
+        for use in heads:
+            head = Product("head", use.inputs, use.outputs, 1.0, use.weight_gradient)
+            needed = min(use.computed, tokens) if use.loss or not losses else 0
+            total += head_flops(head, needed, use.computed, gradient=use.gradient)
+        return total
+
+
+def _call(call: BackboneCall) -> Call:
+    rows, length = call.shape
+    lengths = call.lengths if call.lengths is not None else (length,) * rows
+    executed = (length,) * rows if call.executed is None else call.executed
+    return Call(lengths, executed, call.gradient)
+
+
+def tokens_of(calls: Sequence[BackboneCall]) -> tuple[int, int, int]:
+    """Real tokens, positions and samples of the batches: of the calls that were differentiated, where any was."""
+    chosen = [c for c in calls if c.gradient] or list(calls)
+    real = [_call(c) for c in chosen]
+    documents = [c.lengths for c in chosen]
+    samples = sum(c.shape[0] if d is None else max(len(d), c.shape[0]) for c, d in zip(chosen, documents, strict=True))
+    return sum(c.tokens for c in real), sum(c.shape[0] * c.shape[1] for c in chosen), samples
+
+
+def _trained(module: nn.Module) -> int:
+    return hash(tuple(p.requires_grad for p in module.parameters()))
