@@ -14,14 +14,15 @@ from lightning_liger.padding.attention import uses_attention_interface
 from lightning_liger.padding.plain_decoder.finding import attends, functions
 
 _OUTPUTS = ("o_proj", "c_proj", "out_proj", "proj", "wo", "out", "to_out", "dense", "output")
-_CAUSAL = {"tril", "triu", "is_causal", "causal", "causal_mask", "generate_square_subsequent_mask"}
+_CAUSAL = {"tril", "triu", "is_causal", "causal", "causal_mask", "create_causal_mask"}
+_CAUSAL |= {"generate_square_subsequent_mask"}
 
 
-def attention_of(name: str, module: nn.Module, *, causal: bool, gradient: bool) -> Attention | None:
+def attention_of(name: str, module: nn.Module, config: Any, *, causal: bool, gradient: bool) -> Attention | None:
     """What ``module`` attends, or None if it is no attention layer.
 
     Args:
-        name: path of the module.
+        name: path of the module. config: of the model, for layers that hold none.
         causal: layers that do not say so themselves look backwards only.
         gradient: something below it is trained.
     """
@@ -31,7 +32,8 @@ def attention_of(name: str, module: nn.Module, *, causal: bool, gradient: bool) 
     if any(k.__name__ == "PreTrainedModel" for k in type(module).__mro__):
         return None
     if type(module).__module__.startswith(("transformers.", "transformers_modules.")):
-        return _of_transformers(name, module, gradient) if uses_attention_interface(module) else None
+        own = uses_attention_interface(module) or _is_named_attention(module)
+        return _of_transformers(name, module, config, causal, gradient) if own else None
     return _of_own_making(name, module, causal, gradient)
 
 
@@ -52,8 +54,14 @@ def _words(code: CodeType) -> Iterator[str]:
             yield from (c for c in const if isinstance(c, str))
 
 
-def _of_transformers(name: str, layer: Any, gradient: bool) -> Attention | None:
-    config = layer.config
+def _is_named_attention(module: nn.Module) -> bool:
+    """Layers whose attention is written out in their model's file."""
+    named = "attention" in type(module).__name__.lower()
+    return named and sum(_width(m) > 0 for m in module.children()) > 1
+
+
+def _of_transformers(name: str, layer: Any, config: Any, causal: bool, gradient: bool) -> Attention | None:
+    config = getattr(layer, "config", config)
     heads = _size(layer, config, "num_heads", "num_attention_heads", "n_heads")
     width = _size(config, config, "hidden_size", "dim", "n_embd", "d_model")
     size = _size(layer, config, "head_dim", "attention_head_size", "d_kv", "hidden_size_per_attention_head")
@@ -63,7 +71,7 @@ def _of_transformers(name: str, layer: Any, gradient: bool) -> Attention | None:
     # multi-head latent attention (DeepSeek) has keys of another size than values
     latent = [_size(layer, config, n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     keys, values = (latent[0] + latent[1], latent[2]) if all(latent) else (size, size)
-    causal = bool(getattr(layer, "is_causal", True))
+    causal = bool(getattr(layer, "is_causal", causal))
     return Attention(name, heads, keys, values, Reach(causal, *_local(layer, config)), gradient)
 
 
@@ -110,5 +118,5 @@ def _width(module: nn.Module) -> int:
     """Inputs of a linear layer, adapted ones too; 0 for anything else."""
     size = getattr(getattr(module, "base_layer", module), "in_features", 0)
     if not size and type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        size = module.weight.shape[0]  # type: ignore[union-attr, index]
+        size = module.weight.shape[0]  # type: ignore[index]
     return size if isinstance(size, int) else 0

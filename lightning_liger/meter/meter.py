@@ -62,6 +62,8 @@ class Meter(TrainingHooks):
 
     def _read_model(self, module: Any) -> None:
         self._operations = Operations(module, self._head)
+        if not self._operations.structures:
+            return  # no tokens either: nothing that a utilisation could be missed beside
         for reason in self._operations.unknown:
             self._report.note(f"Utilisation (MFU) is not shown: {reason}")
 
@@ -95,14 +97,12 @@ class Meter(TrainingHooks):
     def _count(self) -> None:
         """Add what was written down since the last time."""
         calls, heads = self._report.padding.log.take(), self._report.head.log.take()
-        if self._operations is None:
-            return
-        if self._watching:
+        if self._watching and self._operations is not None:
             self._watching = False
             self._operations.end_observing(calls)
         calls, self._earlier = [*self._earlier, *calls], []
         tokens, positions, samples = tokens_of(calls)
-        flops = self._operations.of(calls, heads)
+        flops = Flops() if self._operations is None else self._operations.of(calls, heads)
         window = self._window
         window.tokens += tokens
         window.positions += positions

@@ -59,7 +59,7 @@ def read_structure(model: nn.Module, skip: frozenset[nn.Module] = frozenset()) -
     for name, module in model.named_modules():
         if module in inside:
             continue
-        found = attention_of(name, module, causal=causal, gradient=below)
+        found = attention_of(name, module, config, causal=causal, gradient=below)
         if found is not None:
             attentions.append((module, found))
         own = list(_products(name, module, config, below))

@@ -245,7 +245,7 @@ def test_windows() -> None:
         strategy: Any = SimpleNamespace(world_size=1)
         device = torch.device("cpu")
         padding.seen((2, 5))
-        padding.real(6)
+        padding.real(6, (4, 2))
         clock[0] = 3.0
         assert one.read(device, strategy)["liger/tokens_per_second"] == 2.0
         assert "liger/tokens_per_second" not in one.read(device, strategy), "an empty window has no rate"
