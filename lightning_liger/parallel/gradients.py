@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_liger.parallel.groups import finish_backward, sharded_parts
+
+# whose hooks are known not to look at gradients before they are zeroed
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_liger.", "torch.")
 
 
 class UnshardedGradients:
@@ -53,6 +57,30 @@ def no_gradient_sync(module: nn.Module, unsharded: UnshardedGradients | None) ->
         yield
     finally:
         _set(module, unsharded, True)
+
+
+def free_old_gradients(trainer: Any) -> None:
+    """Let go of the gradients that the last optimizer step used, before the forward that follows it.
+
+    Lightning does so between forward and backward, so that they would be in memory beside all activations. Hooks that may
+    read them until then (``on_before_zero_grad``, ``optimizer_zero_grad``) keep them there.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
+    if not is_first or loop.automatic_optimization._skip_backward or reads_old_gradients(trainer):
+        return
+    for optimizer in trainer.strategy.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def reads_old_gradients(trainer: Any) -> bool:
+    """Whether a hook of the user's stands between the forward and the end of the gradients before it."""
+    module, optimizers = trainer.lightning_module, trainer.strategy.optimizers
+    readers = [module.optimizer_zero_grad, *(o.zero_grad for o in optimizers)]
+    readers += [one.on_before_zero_grad for one in (module, *trainer.callbacks)]
+    return not all(reader.__module__.startswith(_LIBRARIES) for reader in readers)
 
 
 def _set(module: nn.Module, unsharded: UnshardedGradients | None, synchronise: bool) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from lightning_liger.parallel.gathering import Gathering
 from lightning_liger.parallel.generate import Rendezvous, ShardedGenerate, sharded_generate
+from lightning_liger.parallel.gradients import reads_old_gradients
 from lightning_liger.parallel.materialize import Materializer
 from lightning_liger.parallel.memory_plan import MemoryPlan
 from lightning_liger.parallel.mesh import sharding_mesh
@@ -42,7 +43,8 @@ class Memory(_Base):
 
     Args:
         activation_checkpointing: ``"none"``; ``"full"`` keeps only the inputs of each block for backward and computes the
-            block again; ``"selective"`` also keeps what attention and every second matrix product gave.
+            block again; ``"selective"`` also keeps as much of what attention and matrix products gave as memory has room
+            for (:mod:`lightning_liger.parallel.selecting`).
         weights: where values of modules built on the ``meta`` device come from, see :class:`Materializer`.
         prefetch: how many blocks are gathered ahead of the one that computes; 0 leaves FSDP its own one.
         gather_in_evaluation: gather the model once per evaluation loop, which makes ``generate()`` and passes on single
@@ -134,11 +136,14 @@ class Memory(_Base):
                 keeps_blocks=self._reshard_after_forward is False,
                 prefetch=self._prefetch,
                 accumulates=trainer.accumulate_grad_batches > 1,
+                frees_gradients=self.lightning_module.automatic_optimization and not reads_old_gradients(trainer),
                 ranks=mesh.size(mesh.ndim - 1),
             )
         except Exception as error:
             # a plan is advice: what it cannot read must not end a training run
             report.note(f"no memory plan: {type(error).__name__}: {error}")
+        if self._activation_checkpointing == "selective":
+            plan = self._select(plan)
         if self._reshard_after_forward == "auto":
             plan = self._keep_if_it_fits(sharding, plan)
         if plan is None:
@@ -146,6 +151,19 @@ class Memory(_Base):
         report.memory = plan.to_dict()
         if verbose and self.global_rank == 0:
             tqdm.write(printable(plan.render()))
+
+    def _select(self, plan: MemoryPlan | None) -> MemoryPlan | None:
+        """Have every block keep what there is room for, by the rank with the least of it. A collective."""
+        selection = None if plan is None else plan.selection
+        room = torch.tensor(-1 if selection is None else selection.room, device=self.root_device)
+        dist.all_reduce(room, dist.ReduceOp.MIN)
+        if plan is None or selection is None or room.item() < 0:
+            return plan
+        plan = replace(plan, chosen=replace(selection, room=int(room.item())))
+        bindings = [b for b in self._memory_bindings if isinstance(b, Recomputed)]
+        for position, binding in enumerate(bindings):
+            binding.select(plan.selection, position, plan.activations.tokens)
+        return plan
 
     def _keep_if_it_fits(self, sharding: Sharding, plan: MemoryPlan | None) -> MemoryPlan | None:
         """Leave blocks gathered between forward and backward, if every rank has the memory. A collective."""

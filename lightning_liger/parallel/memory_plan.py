@@ -1,11 +1,13 @@
 """What a training step will hold in memory, against what the device has, and what would make it fit.
 
-Peaks of three moments are compared, because what they hold is not there at the same time:
+Peaks of four moments are compared, because what they hold is not there at the same time:
 
-* *backward begins*: all activations, one chunk of logits, the gathered parameters;
+* *forward ends*: all activations, the gathered parameters, one chunk of logits with the gradients of the head;
+* *backward begins*: all activations, of the last block also those that are computed again, and what its backward makes;
 * *backward ends*: all gradients, and the root's before and while they are reduced;
 * *the optimizer steps*: gradients, state, and the temporaries of optimizers that are not fused.
 
+Gradients of the step before are gone by then (:func:`lightning_liger.parallel.gradients.free_old_gradients`).
 Parameters, gradients and optimizer state are counted from the sharded tensors themselves (Rajbhandari et al., "ZeRO"
 (2020), section 3, with FSDP's gathered blocks added), activations by
 :mod:`lightning_liger.parallel.activations`.
@@ -13,14 +15,16 @@ Parameters, gradients and optimizer state are counted from the sharded tensors t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_liger.parallel.activations import Activations
+from lightning_liger.parallel.selecting import Selection
 
-# Caching allocators cannot use all that they hold, and libraries have workspaces of their own.
-FRACTION_USABLE = 0.92
+# Caching allocators cannot use all that they hold, and what kernels need for themselves is in no plan.
+FRACTION_USABLE = 0.94
 _GIB = 2**30
 
 
@@ -32,7 +36,8 @@ class State:
         parameters: shards. gradients: their gradients, for those that train. optimizer: its state, once it has stepped.
         root: the root group's parameters gathered. block: the largest block's. blocks: all blocks'.
         root_gradients: the root's unsharded gradients in the dtype that they are computed in.
-        reduced: the same in the dtype that they are reduced in.
+        reduced: the same in the dtype that they are reduced in. block_reduced: the largest block's.
+        accumulated: gradients of all parameters, whole, as accumulation keeps them between micro-batches.
         temporaries: what an optimizer that is not fused allocates during its step.
         in_flight: how many blocks are gathered at a time.
         ranks: over how many ranks a parameter is spread.
@@ -48,6 +53,8 @@ class State:
     blocks: int
     root_gradients: int
     reduced: int
+    block_reduced: int = 0
+    accumulated: int = 0
     temporaries: int = 0
     in_flight: int = 2
     ranks: int = 1
@@ -56,7 +63,10 @@ class State:
 
     @property
     def gathered(self) -> int:
-        return self.root + (self.blocks if self.keeps_blocks else min(self.in_flight * self.block, self.blocks))
+        """The root, and blocks as they arrive: the last one's buffer goes when the next one's is there."""
+        arriving = self.block * (1 + 1 / max(self.ranks, 1)) if self.ranks > 1 else 0
+        blocks = self.blocks if self.keeps_blocks else min(self.in_flight * self.block, self.blocks)
+        return self.root + round(blocks + arriving)
 
     def spread_over(self, ranks: int) -> State:
         """The same model on another number of ranks."""
@@ -81,8 +91,12 @@ class MemoryPlan:
     Attributes:
         state: what does not depend on the batch. activations: what does.
         head: logits of one chunk (of all rows, where the head is not fused) and the gradients made with them.
-        tokens: positions of the observed batch that take part. capacity: bytes of the device.
-        checkpointing: ``"none"``, ``"selective"`` or ``"full"``. accumulates: gradients are there when backward begins.
+        head_kept: what of it waits for backward.
+        tokens: positions of the observed batch that take part. capacity: bytes that this process may have.
+        checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
+        accumulates: gradients of earlier micro-batches are there.
+        frees_gradients: those of the step before are not.
+        chosen: what selective checkpointing keeps, once all ranks have agreed.
     """
 
     state: State
@@ -92,16 +106,45 @@ class MemoryPlan:
     capacity: int
     checkpointing: str = "none"
     accumulates: bool = False
+    head_kept: int = 0
+    frees_gradients: bool = True
+    chosen: Selection | None = None
+
+    @functools.cached_property
+    def selection(self) -> Selection:
+        """What selective checkpointing keeps of each block: what was chosen, or what fits."""
+        if self.chosen is not None:
+            return self.chosen
+        limit, room = round(FRACTION_USABLE * self.capacity), 0
+        for _ in range(2):  # what is kept of the last block is not computed again: there is more room than without
+            selection = self.activations.selection(room)
+            found = self.moments_with(selection)
+            held = max(found["forward ends"], found["backward begins"]) - selection.kept(self.activations.tokens)
+            room = max(0, limit - held)
+        return self.activations.selection(room)
 
     def moments(self) -> dict[str, int]:
-        """Bytes on the device at each of the three moments."""
-        s = self.state
+        """Bytes on the device at each of the four moments."""
+        return self.moments_with(self.selection if self.checkpointing == "selective" else Selection())
+
+    def moments_with(self, selection: Selection) -> dict[str, int]:
+        """The same if checkpointing keeps what ``selection`` says."""
+        s, a, mode = self.state, self.activations, self.checkpointing
         kept = 0 if s.offload else s.parameters + s.optimizer
         gradients = 0 if s.offload else s.gradients
-        begin = kept + s.gathered + self.activations.total(self.checkpointing) + self.head
+        earlier = s.accumulated if self.accumulates else 0 if self.frees_gradients else gradients
+        activations = a.kept(mode, selection)
+        one_block = a.computed_again(mode, selection) + a.backward + s.block_reduced
+        last = max(s.root, s.reduced) + s.root_gradients
         return {
-            "backward begins": begin + (gradients if self.accumulates else 0),
-            "backward ends": kept + gradients + s.root + s.root_gradients + s.reduced,
+            "forward ends": kept + earlier + s.gathered + activations + self.head,
+            "backward begins": kept
+            + (s.accumulated if self.accumulates else 0)
+            + s.gathered
+            + activations
+            + one_block
+            + self.head_kept,
+            "backward ends": kept + gradients + max(last, s.root + self.head_kept + a.block + a.backward),
             "optimizer steps": kept + gradients + (0 if s.offload else s.temporaries),
         }
 
@@ -132,16 +175,16 @@ class MemoryPlan:
 
     def _switches(self) -> list[tuple[str, MemoryPlan]]:
         made: list[tuple[str, MemoryPlan]] = []
-        order = ("none", "selective", "full")
+        order, base = ("none", "selective", "full"), replace(self, chosen=None)
         for mode in order[order.index(self.checkpointing) + 1 :]:
-            made.append((f"activation_checkpointing={mode!r}", replace(self, checkpointing=mode)))
+            made.append((f"activation_checkpointing={mode!r}", replace(base, checkpointing=mode)))
         if self.state.keeps_blocks:
             less = replace(self.state, keeps_blocks=False)
-            made.append(("reshard_after_forward=True", replace(self, state=less)))
+            made.append(("reshard_after_forward=True", replace(base, state=less)))
         if not self.state.offload:
-            made.append(("offload=True (slower)", replace(self, state=replace(self.state, offload=True))))
+            made.append(("offload=True (slower)", replace(base, state=replace(self.state, offload=True))))
         for factor in (2, 4, 8, 16, 32, 64):
-            more = replace(self, state=self.state.spread_over(self.state.ranks * factor))
+            more = replace(base, state=self.state.spread_over(self.state.ranks * factor))
             if more.fits:
                 made.append((f"{self.state.ranks * factor} GPUs", more))
                 break
@@ -154,7 +197,7 @@ class MemoryPlan:
 
     def _with_fewer_tokens(self, factor: int) -> MemoryPlan:
         less = self.activations.scaled(1 / factor)
-        return replace(self, activations=less, tokens=self.tokens // factor, accumulates=True)
+        return replace(self, activations=less, tokens=self.tokens // factor, accumulates=True, chosen=None)
 
     # -- for people and machines ---------------------------------------------------------------------------------------
 
@@ -172,7 +215,9 @@ class MemoryPlan:
 
     @property
     def _activations(self) -> int:
-        return self.activations.total(self.checkpointing)
+        selection = self.selection if self.checkpointing == "selective" else Selection()
+        again = self.activations.computed_again(self.checkpointing, selection)
+        return self.activations.kept(self.checkpointing, selection) + again
 
     def render(self) -> str:
         """The plan as text."""
@@ -182,6 +227,8 @@ class MemoryPlan:
         moment, peak = max(self.moments().items(), key=lambda item: item[1])
         share = f"{peak / max(self.capacity, 1):.0%} of {self.capacity / _GIB:.1f} GiB"
         lines.append(f"  {f'expected peak, when {moment}':<{width}}  {peak / _GIB:9.2f} GiB, {share}")
+        if self.checkpointing == "selective" and self.activations.counted:
+            lines.append(f"  of each block is kept: {self.selection.describe(self.activations.tokens)}")
         if not self.activations.counted:
             lines.append("  activations are estimated from the linear layers alone")
         if not self.fits:
@@ -195,8 +242,10 @@ class MemoryPlan:
             "activations": self._activations,
             "activations_counted": self.activations.counted,
             "head": self.head,
+            "head_kept": self.head_kept,
             "tokens": self.tokens,
             "checkpointing": self.checkpointing,
+            "kept": self.selection.describe(self.activations.tokens) if self.checkpointing == "selective" else "",
             "moments": self.moments(),
             "peak": self.peak,
             "capacity": self.capacity,

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_liger.head.chunks import chunk_rows
+from lightning_liger.head.chunks import row_chunks
 from lightning_liger.head.finding import find_heads
 from lightning_liger.mirrored import cpu_values
 from lightning_liger.padding.backbones import find_backbones
-from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers
+from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers, sum_of
 from lightning_liger.parallel.gathering import host_bytes
 from lightning_liger.parallel.groups import parameters_of, policy, sharded_parts
 from lightning_liger.parallel.memory_plan import MemoryPlan, State, optimizer_bytes
@@ -68,6 +68,7 @@ def plan_memory(
     keeps_blocks: bool = False,
     prefetch: int = 0,
     accumulates: bool = False,
+    frees_gradients: bool = True,
     ranks: int = 1,
 ) -> MemoryPlan:
     """The plan for training ``module`` on batches such as ``batch``.
@@ -75,21 +76,32 @@ def plan_memory(
     Args:
         packed: padding is removed. fused_head: the head is computed together with the loss.
         accumulates: gradients of earlier micro-batches are there when a later one runs.
+        frees_gradients: those of the step before are gone when its successor begins.
         ranks: over how many ranks each parameter is spread.
         See :class:`State` and :class:`MemoryPlan` for the rest.
     """
     seen = read_batch(batch)
     state = read_state(module, sharding, optimizers, offload=offload, prefetch=prefetch, ranks=ranks, keep=keeps_blocks)
     dtype = next((policy(part).param_dtype for part in sharded_parts(module)), None)
+    head, head_kept = read_head(module, seen, dtype, device, fused=fused_head)
     return MemoryPlan(
         state=state,
         activations=read_activations(module, sharding, seen, dtype, packed=packed),
-        head=read_head(module, seen, dtype, device, packed=packed, fused=fused_head),
+        head=head,
+        head_kept=head_kept,
         tokens=seen.tokens if packed else seen.shape[0] * seen.shape[1],
-        capacity=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes(),
+        capacity=capacity_of(device),
         checkpointing=checkpointing,
         accumulates=accumulates,
+        frees_gradients=frees_gradients,
     )
+
+
+def capacity_of(device: torch.device) -> int:
+    """Bytes that this process may have on ``device``: what it has and what nobody has."""
+    if device.type != "cuda":
+        return host_bytes()
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def read_state(
@@ -107,17 +119,22 @@ def read_state(
     optimizer, temporaries, _ = optimizer_bytes(optimizers)
     blocks: set[Any] = set(sharding.blocks.values())
     whole: dict[bool, list[int]] = {True: [], False: []}
-    root_gradients = reduced = 0
+    root_gradients = reduced = block_reduced = accumulated = 0
     for part in sharded_parts(module):
-        chosen, size = policy(part), 0
+        chosen, size, to_reduce = policy(part), 0, 0
         is_block = part in blocks
         for parameter in parameters_of(part):
             dtype = chosen.param_dtype or parameter.sharded_param.dtype
             numel = parameter._orig_size.numel()
             size += numel * dtype.itemsize
-            if not is_block and parameter.sharded_param.requires_grad:
-                root_gradients += numel * dtype.itemsize
-                reduced += numel * (chosen.reduce_dtype or dtype).itemsize
+            if parameter.sharded_param.requires_grad:
+                to_reduce += numel * (chosen.reduce_dtype or dtype).itemsize
+                root_gradients += 0 if is_block else numel * dtype.itemsize
+        accumulated += to_reduce
+        if is_block:
+            block_reduced = max(block_reduced, to_reduce)
+        else:
+            reduced += to_reduce
         whole[is_block].append(size)
     return State(
         parameters=sum(size for _, size in local),
@@ -128,6 +145,8 @@ def read_state(
         blocks=sum(whole[True]),
         root_gradients=root_gradients,
         reduced=reduced,
+        block_reduced=block_reduced,
+        accumulated=accumulated,
         temporaries=temporaries,
         in_flight=1 + max(prefetch, 1),
         ranks=ranks,
@@ -152,35 +171,40 @@ def read_activations(
         found.append(count_activations(backbone, blocks, shape, dtype))
     if not found:
         return from_linear_layers(list(sharding.blocks.values()), shape[0] * shape[1], dtype)
-    blocks_in_all = sum(a.blocks for a in found)
-
-    def mean(name: str) -> int:
-        return sum(getattr(a, name) * a.blocks for a in found) // max(blocks_in_all, 1)
-
-    outside, counted = sum(a.outside for a in found), all(a.counted for a in found)
-    return Activations(blocks_in_all, mean("block"), mean("entry"), mean("kept"), outside, counted)
+    return sum_of(found)
 
 
 def read_head(
-    module: nn.Module, batch: Batch, dtype: torch.dtype | None, device: torch.device, *, packed: bool, fused: bool
-) -> int:
-    """Bytes of logits that exist at a time, and of the gradients that a fused head makes with them.
+    module: nn.Module, batch: Batch, dtype: torch.dtype | None, device: torch.device, *, fused: bool
+) -> tuple[int, int]:
+    """Bytes of logits that exist at a time with the gradients made of them; and what of it waits for backward.
 
     A head that is not fused keeps logits, their fp32 copy and log-probabilities, and gets a gradient of the copy.
     """
     heads = [h for h in find_heads(module, None)[0] if any(p.requires_grad for p in module.parameters())]
-    largest = 0
+    largest = kept = 0
     for head in heads:
         weight: Any = head.weight
         vocab, width = weight.shape
         size = (dtype or weight.dtype).itemsize
         if not fused:
-            positions = batch.shape[0] * batch.shape[1]
-            largest = max(largest, positions * vocab * (size + 12))
+            logits = batch.shape[0] * batch.shape[1] * vocab * (size + 12)
+            largest, kept = max(largest, logits), max(kept, logits)
             continue
-        in_place = device.type == "cuda"
-        rows = min(batch.labelled, int(chunk_rows(vocab, device, size if in_place else 4) * (1.5 if in_place else 1)))
-        chunk = rows * vocab * (size if in_place else 12)
-        sums = vocab * width * 4 if weight.requires_grad else 0
-        largest = max(largest, chunk + sums + batch.labelled * width * size)
-    return largest
+        gradient = vocab * width * size if weight.requires_grad else 0
+        rows = 2 * batch.labelled * width * size  # of the labelled tokens, and their gradients
+        chunk, sums = _chunk(batch.labelled, vocab, width, size, device)
+        sums = sums if gradient else 0
+        largest = max(largest, rows + max(chunk + (sums or gradient), sums + gradient))
+        kept = max(kept, gradient + rows)
+    return largest, kept
+
+
+def _chunk(labelled: int, vocab: int, width: int, size: int, device: torch.device) -> tuple[int, int]:
+    """Bytes of one chunk of logits; and of fp32 sums over chunks, where there are several."""
+    in_place = device.type == "cuda"
+    spared = vocab * width * (4 - size) if in_place else 0
+    entry = size if in_place else 4
+    parts = row_chunks(labelled, vocab, device, entry, in_place=in_place, spared=spared)
+    longest = max((part.stop - part.start for part in parts), default=0)
+    return longest * vocab * (size if in_place else 12), 0 if len(parts) == 1 and in_place else vocab * width * 4

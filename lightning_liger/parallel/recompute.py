@@ -7,6 +7,7 @@ the recomputation) are those of a block without it.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_liger.choices import ActivationCheckpointing
 from lightning_liger.modes import Modes
+from lightning_liger.parallel.selecting import Level, Selection
 from lightning_liger.patching import Rebound, Switch, bypass, bypass_reason, live_binding
 
 MODES = get_args(ActivationCheckpointing)
@@ -41,8 +43,8 @@ class Recomputed(Rebound):
     Args:
         module: the block.
         switch: shared on/off flag.
-        mode: ``"full"`` keeps nothing but the inputs; ``"selective"`` also keeps what attention and every second matrix
-            product gave, which is most of the arithmetic and a fraction of the memory.
+        mode: ``"full"`` keeps nothing but the inputs; ``"selective"`` also what :meth:`select` says, until then what
+            attention and every second matrix product gave.
         note: told, once for each reason, why a call was not checkpointed.
     """
 
@@ -50,6 +52,7 @@ class Recomputed(Rebound):
         super().__init__(module, switch)
         self.mode = mode
         self.note = note
+        self.select(Selection(), 0, 1)
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._names = tuple(names)
 
@@ -61,8 +64,21 @@ class Recomputed(Rebound):
             return self.original(*args, **kwargs)
         return self.call(*args, **kwargs)
 
+    def select(self, selection: Selection, position: int, tokens: int) -> None:
+        """What selective checkpointing keeps of this block, the one at ``position`` of the model.
+
+        Args:
+            tokens: for code that is compiled, which keeps the same whatever the number of its tokens.
+        """
+        self._selection, self._position = selection, position
+        self._compiled_level = selection.level(position, tokens)
+        self._compiled_contexts = _contexts(self._compiled_level)
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._done_by_others():
+            return self.original(*args, **kwargs)
+        level = self._selection.level(self._position, _tokens((*args, *kwargs.values())))
+        if self.mode == "selective" and level.all:
             return self.original(*args, **kwargs)
         caches = self._caches(args, kwargs)
         if not all(_only_grows(cache) for cache in caches):
@@ -85,7 +101,7 @@ class Recomputed(Rebound):
                 return self.original(*args, **kwargs)
 
         if self.mode == "selective":
-            return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, context_fn=_contexts(level), **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +114,9 @@ class Recomputed(Rebound):
         if not self.switch.on or not torch.is_grad_enabled() or theirs:
             return function(*args, **kwargs)
         if self.mode == "selective":
-            return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+            if self._compiled_level.all:
+                return function(*args, **kwargs)
+            return checkpoint(function, *args, use_reentrant=False, context_fn=self._compiled_contexts, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def _caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -157,18 +175,27 @@ def check_mode(mode: str) -> None:
         raise ValueError(f"activation_checkpointing={mode!r}: expected one of {', '.join(map(repr, MODES))}.")
 
 
-def _selective() -> Any:
-    """Contexts for one region, with counters of its own."""
-    products = {False: 0, True: 0}
+@functools.cache
+def _contexts(level: Level) -> Callable[[], Any]:
+    """What makes the contexts of one region, with counters of its own."""
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if is_product(op):
-            # in a llama block: of query, key, value, output, gate, up and down the odd ones are kept, as in torchtitan
-            products[context.is_recompute] += 1
-            return _choice(products[context.is_recompute] % 2 == 1)
-        return _choice(_is_attention(op) and not _draws(op, args, kwargs))
+    def contexts() -> Any:
+        products = {False: -1, True: -1}
 
-    return create_selective_checkpoint_contexts(policy)
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if is_product(op):
+                products[context.is_recompute] += 1
+                return _choice(level.keeps_product(products[context.is_recompute]))
+            return _choice(level.attention and _is_attention(op) and not _draws(op, args, kwargs))
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+def _tokens(arguments: tuple[Any, ...]) -> int:
+    hidden = next((a for a in arguments if isinstance(a, torch.Tensor)), None)
+    return 1 if hidden is None or not hidden.dim() else hidden.numel() // max(hidden.shape[-1], 1)
 
 
 def _choice(keep: bool) -> CheckpointPolicy:
@@ -176,7 +203,7 @@ def _choice(keep: bool) -> CheckpointPolicy:
 
 
 def is_product(op: Any) -> bool:
-    """Whether an operator is a matrix product, every second of which selective checkpointing keeps."""
+    """Whether an operator is a matrix product, whose result selective checkpointing may keep."""
     # not bmm: attention without a fused kernel multiplies (T, T) matrices, which are not worth their memory
     return op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 

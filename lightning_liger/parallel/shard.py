@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_liger.parallel.blocks import chooses_submodules
 from lightning_liger.parallel.entry import Entry, watch_entries
 from lightning_liger.parallel.groups import dissolve, forget_iteration, parameters_of, reduce_unused, sharded_parts
+from lightning_liger.parallel.reducing import reduce_into_compute_memory
 
 _RECORD = "_liger_sharding"  # on the module itself: it goes when the module goes
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -108,6 +109,9 @@ def shard(
         # What the root returns is a loss; nobody writes into it, and torch's advice about views would only alarm.
         about_views = rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view tensor"
         warnings.filterwarnings("ignore", message=about_views)
+        reduce_into_compute_memory([*blocks.values(), module])
+    else:
+        reduce_into_compute_memory(blocks.values())
     for name in STEPS:
         if callable(getattr(module, name, None)):
             register_fsdp_forward_method(module, name)

@@ -12,7 +12,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from lightning_liger.parallel.audit import check_managed
-from lightning_liger.parallel.gradients import UnshardedGradients, no_gradient_sync, reduce_after_backward
+from lightning_liger.parallel.gradients import (
+    UnshardedGradients,
+    free_old_gradients,
+    no_gradient_sync,
+    reduce_after_backward,
+)
 from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
 from lightning_liger.parallel.shard import Sharding, reshard
 
@@ -30,6 +35,7 @@ class Stepping(_Base):
     _sharding = Sharding()
     _unsharded_gradients: UnshardedGradients | None = None
     _inside_manual_step = False
+    _stepped = False  # an optimizer has, and nothing has run since
 
     @property
     def _root(self) -> Any:
@@ -61,7 +67,11 @@ class Stepping(_Base):
             use_fused(optimizer)
             no_mixed_lists(optimizer)
             # what is gathered when an optimizer steps holds the values of before
-            optimizer.register_step_post_hook(lambda *_: self._refresh())
+            optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _after_step(self) -> None:
+        self._stepped = True
+        self._refresh()
 
     def on_train_start(self) -> None:
         reshard(self._root)
@@ -69,6 +79,9 @@ class Stepping(_Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._root.automatic_optimization:
+            if self._stepped:
+                self._stepped = False
+                free_old_gradients(self._root.trainer)
             return super().training_step(*args, **kwargs)
         self._inside_manual_step = True
         try:

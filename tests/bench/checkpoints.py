@@ -1,12 +1,13 @@
 """What checkpoints of a sharded model cost: seconds that training stands still, seconds until written, host memory.
 
-``torchrun --standalone --nproc-per-node=2 tests/bench/checkpoints.py --shape 7b --folder /tmp/ckpt``
+    torchrun --standalone --nproc-per-node=2 tests/bench/checkpoints.py --size 0.5b --folder /tmp/ckpt
+
+fp32 weights with AdamW state: 12 bytes a parameter.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -16,36 +17,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import transformers
+from qwen_training import SHAPES, Finetune, batches
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
-
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "vocab_size": 152064},
-}  # fmt: skip
-
-
-class Module(L.LightningModule):
-    def __init__(self, shape: str) -> None:
-        super().__init__()
-        self.shape = shape
-        self.model: Any = None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            heads = 2 if self.shape != "7b" else 4
-            config = transformers.Qwen2Config(**SHAPES[self.shape], num_key_value_heads=heads, use_cache=False)
-            with torch.device("meta"):
-                self.model = transformers.Qwen2ForCausalLM(config).train()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.model(input_ids=batch, labels=batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-5)
 
 
 class Measure(L.Callback):
@@ -53,7 +28,7 @@ class Measure(L.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.found: dict[str, Any] = {}
+        self.found: list[tuple[str, float, float, float]] = []  # what, training stands still, done after (s), GiB
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != 2:
@@ -67,17 +42,21 @@ class Measure(L.Callback):
                 trainer.save_checkpoint(path)
                 stood = self._now(strategy) - start
                 strategy._saves.wait()
-                self.found[f"{kind}{' async' if later else ''}"] = {
-                    "stands still (s)": round(stood, 2),
-                    "written after (s)": round(self._now(strategy) - start, 2),
-                    "size (GiB)": round(_size(path) / 2**30, 2),
-                }
+                self.found.append(
+                    (
+                        f"save {kind}{', async' if later else ''}",
+                        stood,
+                        self._now(strategy) - start,
+                        _size(path) / 2**30,
+                    )
+                )
                 strategy.barrier()  # all have looked at it
                 if later:
                     strategy.remove_checkpoint(path)
         start = self._now(strategy)
         strategy.save_hf(self.folder / "hf", dtype="bfloat16")
-        self.found["save_hf bf16 (s)"] = round(self._now(strategy) - start, 2)
+        took = self._now(strategy) - start
+        self.found.append(("save_hf, bf16", took, took, _size(self.folder / "hf") / 2**30))
 
     def _now(self, strategy: Any) -> float:
         strategy.barrier()
@@ -104,24 +83,27 @@ def _trainer(callbacks: list[Any], steps: int, accelerator: str) -> L.Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--size", choices=SHAPES, default="0.5b")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--accelerator", default="auto")
     given = parser.parse_args()
-    data = DataLoader(torch.randint(0, 500, (64, 128)), batch_size=1)  # type: ignore[arg-type]
+    where = "cuda" if torch.cuda.is_available() and given.accelerator != "cpu" else "cpu"
+    data = DataLoader(batches(SHAPES[given.size]["vocab_size"], 8, sequences=2), batch_size=None)  # type: ignore[arg-type]
     measure = Measure(given.folder)
-    _trainer([measure], 2, given.accelerator).fit(Module(given.shape), data)
+    _trainer([measure], 2, given.accelerator).fit(Finetune(given.size, where, torch.float32), data)
     for kind in ("sharded", "full"):
         start = time.perf_counter()
         trainer = _trainer([], 3, given.accelerator)
-        trainer.fit(Module(given.shape), data, ckpt_path=given.folder / f"{kind}-False.ckpt")
+        module = Finetune(given.size, where, torch.float32)
+        trainer.fit(module, data, ckpt_path=given.folder / f"{kind}-False.ckpt")
         assert trainer.global_step == 3
-        measure.found[f"{kind} resumed and one step (s)"] = round(time.perf_counter() - start, 2)
-    measure.found["peak host memory of this rank (GiB)"] = round(
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2
-    )
+        took = time.perf_counter() - start
+        measure.found.append((f"resume {kind}, one step", took, took, 0.0))
     if torch.distributed.get_rank() == 0:
-        print(json.dumps(measure.found, indent=1))
+        print(f"{given.size}: {'':<24} training stands still   done after        size")
+        for what, stood, done, size in measure.found:
+            print(f"{what:<32} {stood:>17.2f} s {done:>10.2f} s {size:>7.2f} GiB")
+        print(f"host memory of rank 0, at most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
         shutil.rmtree(given.folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import statistics
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -20,75 +19,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from qwen_training import SHAPES, Clock, Finetune
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback
-
-SIZES = {
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-class Module(L.LightningModule):
-    """An ordinary module: it passes labels and takes the loss."""
-
-    def __init__(self, size: str) -> None:
-        super().__init__()
-        self.size = size
-        self.losses: list[Tensor] = []
-
-    def configure_model(self) -> None:
-        if hasattr(self, "model"):
-            return
-        from transformers import AutoModelForCausalLM, Qwen2Config
-
-        torch.manual_seed(0)
-        config = Qwen2Config(**SIZES[self.size], max_position_embeddings=32768, rope_theta=1e6, use_cache=False)
-        with torch.device("cuda"):  # billions of random numbers take minutes on a CPU
-            self.model = AutoModelForCausalLM.from_config(config)
-        self.model.train()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(**batch).loss
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
-
-
-class Clock(L.Callback):
-    """Wall time of each step, the device waited for at its end."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        torch.cuda.synchronize()
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._start)
 
 
 def load(path: Path, limit: int) -> list[tuple[list[int], list[int]]]:
@@ -115,7 +50,7 @@ def run(args: argparse.Namespace, size: str, callbacks: list[L.Callback], data: 
     clock = Clock()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    module = Module(size)
+    module = Finetune(size, "cuda", fused=True)
     trainer = L.Trainer(
         accelerator="gpu",
         devices=1,
@@ -148,7 +83,7 @@ def run(args: argparse.Namespace, size: str, callbacks: list[L.Callback], data: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--size", nargs="+", default=["0.5b"], choices=SIZES)
+    parser.add_argument("--size", nargs="+", default=["0.5b"], choices=SHAPES)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=4)

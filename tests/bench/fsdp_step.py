@@ -1,241 +1,250 @@
 """Steps of a full fine-tune on several GPUs: ``strategy="liger_fsdp"`` beside Lightning's own ``FSDPStrategy``.
 
-    torchrun --nproc-per-node=2 tests/bench/fsdp_step.py --size 7b
-    torchrun --nproc-per-node=2 tests/bench/fsdp_step.py --size 14b --variants liger-16k
+    python tests/bench/fsdp_step.py --gpus 2
+    python tests/bench/fsdp_step.py --gpus 2 --variants 14b-16k-selective --steps 10
 
-Models are randomly initialised from the real configurations of Qwen2.5. Sequences have lengths like GSM8K's with its
-prompts ignored; fp32 master weights and AdamW state everywhere, bf16 compute. Tokens are real ones, without padding.
-MFU is ``6 N tokens/s`` over ``--peak``, N without the input embedding.
+Every variant is a launch of its own, so that no memory of another one is counted. Models have the shapes of Qwen2.5 and
+random weights; lengths are like GSM8K's, prompts are ignored; fp32 master weights and AdamW state everywhere, bf16
+compute. Tokens are real ones, without padding. MFU is ``6 N tokens/s`` over ``--peak``, N without the input embedding.
+
+Memory is printed by phase of a step, as the most that was allocated in it, beside what the memory plan said. Bytes are
+those handed to reduce-scatters and all-gathers by one rank in one step, beside those of all parameters once.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import gc
 import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy
-from torch import Tensor
+from qwen_training import SHAPES, Clock, Finetune, batches, parameters, wait
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "tie_word_embeddings": False,
-    },
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "14b": {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-}
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-class Module(L.LightningModule):
-    """An ordinary module: it passes labels and takes the loss."""
+@dataclass(frozen=True)
+class Variant:
+    """``size``, a batch of ``sequences`` rows or about ``tokens`` tokens, and options of the strategy (None: stock)."""
 
-    def __init__(self, size: str, device: str, full_checkpointing: bool) -> None:
-        super().__init__()
-        self.size, self.device_kind, self.full_checkpointing = size, device, full_checkpointing
-        self.losses: list[Tensor] = []
+    size: str
+    options: dict[str, Any] | None
+    sequences: int = 0
+    tokens: int = 0
 
-    def configure_model(self) -> None:
-        if hasattr(self, "model"):
+
+VARIANTS = {
+    "7b-stock-8": Variant("7b", None, sequences=8),
+    "7b-8": Variant("7b", {}, sequences=8),
+    "7b-16k": Variant("7b", {}, tokens=16384),
+    "7b-16k-selective": Variant("7b", {"activation_checkpointing": "selective"}, tokens=16384),
+    "14b-stock-4": Variant("14b", None, sequences=4),
+    "14b-16k-full": Variant("14b", {"activation_checkpointing": "full"}, tokens=16384),
+    "14b-16k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=16384),
+    "14b-8k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=8192),
+    "14b-24k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=24576),
+    "tiny-stock": Variant("tiny", None, sequences=8),
+    "tiny": Variant("tiny", {"activation_checkpointing": "selective"}, tokens=2048),
+}
+DEFAULT = "7b-stock-8 7b-16k 7b-16k-selective 14b-stock-4 14b-16k-full 14b-16k-selective 14b-8k-selective"
+
+
+class Phases(L.Callback):
+    """Memory of one step: the most that was allocated in each phase, and what is at its end."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows: list[tuple[str, float, float]] = []
+        self.sent: Counter[str] = Counter()
+
+    def _mark(self, name: str, trainer: Any) -> None:
+        if trainer.global_step != self.step or not torch.cuda.is_available():
             return
-        from transformers import AutoModelForCausalLM, Qwen2Config
-
-        torch.manual_seed(0)
-        config = Qwen2Config(**SIZES[self.size], max_position_embeddings=32768, rope_theta=1e6, use_cache=False)
-        with torch.device(self.device_kind):  # billions of random numbers take minutes on a CPU
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if self.full_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model.train()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(**batch).loss
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-5)
-
-
-class Clock(L.Callback):
-    """Wall time of each step, the device waited for at its end."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        _wait()
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        _wait()
-        self.seconds.append(time.perf_counter() - self._start)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def batches(vocabulary: int, steps: int, sequences: int, tokens: int) -> list[dict[str, Tensor]]:
-    """Padded batches of ``sequences`` rows, or of as many as fill ``tokens``; other ones on each rank."""
-    generator = torch.Generator().manual_seed(100 + RANK)
-    made = []
-    for _ in range(steps):
-        lengths = torch.empty(4096).log_normal_(5.2, 0.4, generator=generator).long().clamp(40, 700)
-        count = int((lengths.cumsum(0) <= tokens).sum()) if tokens else sequences
-        lengths = lengths[:count]
-        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-        ids = torch.randint(1, vocabulary, mask.shape, generator=generator) * mask
-        labels = ids.masked_fill(mask == 0, -100)
-        prompts = (lengths * 0.45).long()
-        labels[torch.arange(mask.shape[1]) < prompts[:, None]] = -100
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
-    return made
-
-
-def run(args: argparse.Namespace, name: str, strategy: Any, callbacks: list[Any], tokens: int) -> None:
-    on_gpu = torch.cuda.is_available()
-    clock = Clock()
-    if on_gpu:
-        torch.cuda.empty_cache()
+        wait()
+        self.rows.append((name, torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_allocated() / 2**30))
         torch.cuda.reset_peak_memory_stats()
-    module = Module(args.size, "cuda" if on_gpu else "cpu", args.checkpointing == "full")
-    data = batches(SIZES[args.size]["vocab_size"], args.steps, args.sequences, tokens)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and torch.cuda.is_available():
+            wait()
+            torch.cuda.reset_peak_memory_stats()
+            blocks = pl_module.model.model.layers
+            blocks[0].register_forward_pre_hook(lambda *_: self._mark("root gathered", trainer))
+            blocks[-1].register_forward_hook(lambda *_: self._mark("blocks ran", trainer))
+            blocks[len(blocks) // 2].register_forward_hook(lambda m, i, out: self._watch(out, trainer))
+        if trainer.global_step == self.step:
+            _count_collectives(self.sent)
+
+    def _watch(self, output: Any, trainer: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if trainer.global_step == self.step and hidden.requires_grad:
+            hidden.register_hook(lambda _: self._mark("backward, first half", trainer))
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self._mark("forward ended", trainer)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self._mark("backward, second half", trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step + 1 and torch.cuda.is_available() and len(self.rows) < 6:
+            wait()
+            now = torch.cuda.memory_allocated() / 2**30
+            self.rows.append(("optimizer stepped", torch.cuda.max_memory_allocated() / 2**30, now))
+            _count_collectives(None)
+
+
+# the second two names are those of torch 2.13
+_NAMES = {"reduce_scatter_tensor": "reduced", "all_gather_into_tensor": "gathered"}
+_NAMES |= {"reduce_scatter_single": "reduced", "all_gather_single": "gathered"}
+_OWN = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
+
+
+def _count_collectives(sent: Counter[str] | None) -> None:
+    """The bytes of the larger side: what is reduced, and what has been gathered."""
+    for name, own in _OWN.items():
+
+        def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            sizes = [t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            sent[_NAMES[name]] += max(sizes)  # type: ignore[index]
+            return own(*args, **kwargs)
+
+        setattr(dist, name, own if sent is None else counted)
+
+
+def run(name: str, steps: int, warmup: int, peak: float) -> None:
+    variant, on_gpu = VARIANTS[name], torch.cuda.is_available()
+    clock, phases, callback = Clock(), Phases(steps - 1), LigerCallback(verbose=False)
+    module = Finetune(variant.size, "cuda" if on_gpu else "cpu", torch.float32)
+    data = batches(
+        SHAPES[variant.size]["vocab_size"], steps, sequences=variant.sequences, tokens=variant.tokens, seed=100 + RANK
+    )
+    if variant.options is None:
+        from lightning.pytorch.strategies import FSDPStrategy
+        from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+        strategy: Any = FSDPStrategy(auto_wrap_policy={Qwen2DecoderLayer}, use_orig_params=True)
+    else:
+        strategy = LigerFSDPStrategy(**variant.options)
     trainer = L.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=WORLD,
         strategy=strategy,
         precision="bf16-mixed",
-        max_steps=args.steps,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[*callbacks, clock],
+        callbacks=[*([] if variant.options is None else [callback]), clock, phases],
     )
-    began = time.perf_counter()
-    error = ""
-    try:
-        trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
-    except torch.cuda.OutOfMemoryError:
-        error = "out of memory"
-    if not error:
-        report(args, name, data, clock, module, time.perf_counter() - began)
-    elif RANK == 0:
-        print(f"{args.size:>4} {name:<14} {error}", flush=True)
-    for parameter in module.parameters():
-        parameter.grad = None
-    trainer.strategy.optimizers = []
-    del module, trainer
-    gc.collect()
-
-
-def report(args: argparse.Namespace, name: str, data: Any, clock: Clock, module: Module, whole: float) -> None:
-    device = module.losses[0].device
-    real = torch.tensor([float(b["attention_mask"].sum()) for b in data], device=device)
+    trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    real = torch.tensor([float(b["attention_mask"].sum()) for b in data], device=module.losses[0].device)
     if dist.is_initialized():
         dist.all_reduce(real)
-    per_gpu = (real / WORLD).tolist()
-    rates = [n / s for n, s in zip(per_gpu, clock.seconds, strict=True)][args.warmup :]
-    shape = SIZES[args.size]
-    # parameters that FSDP1 flattens or FSDP2 shards still know their global shape by name only: count from the shapes
-    h, f, layers, v = (shape[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"))
-    kv = h // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    parameters = layers * (2 * h * h + 2 * h * kv + h + 2 * kv + 3 * h * f + 2 * h) + h + v * h
-    rate = statistics.median(rates)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-    padded = sum(b["input_ids"].numel() for b in data) / len(data)
+    rates = [n / WORLD / s for n, s in zip(real.tolist(), clock.seconds, strict=True)][warmup:-1]
     if RANK == 0:
+        rate, seconds = statistics.median(rates), statistics.median(clock.seconds[warmup:-1])
+        mfu = 6 * parameters(variant.size) * rate / peak / 1e12
         print(
-            f"{args.size:>4} {name:<14} {rate:>9,.0f} tok/s/GPU {6 * parameters * rate / args.peak / 1e12:>6.1%} MFU "
-            f"{1000 * statistics.median(clock.seconds[args.warmup :]):>8.0f} ms {peak:>6.1f} GB  "
-            f"loss {float(module.losses[0]):.4f} {float(module.losses[-1]):.4f}  "
-            f"{sum(per_gpu) / len(per_gpu):,.0f} tokens of {padded:,.0f} positions  {whole:.0f} s in all",
+            f"{name:<18} {rate:>8,.0f} tok/s/GPU {mfu:>6.1%} MFU {1000 * seconds:>7,.0f} ms  "
+            f"{real.mean().item() / WORLD:,.0f} tokens  loss {float(module.losses[0]):.4f} {float(module.losses[-1]):.4f}",
+            flush=True,
+        )
+        _print_memory(phases, variant, callback.report.to_dict().get("memory_plan") or {})
+
+
+def _print_memory(phases: Phases, variant: Variant, plan: dict[str, Any]) -> None:
+    every = 1e9 / parameters(variant.size, embedding=True)
+    print(
+        f"{'':<18} bytes of one step over those of all parameters: reduced {phases.sent['reduced'] / 4e9 * every:.2f} "
+        f"in fp32 (1 expected), gathered {phases.sent['gathered'] / 2e9 * every:.2f} in bf16 (1 if kept, else 2)"
+    )
+    if not phases.rows:
+        return
+    stats = torch.cuda.memory_stats()
+    rows = "  ".join(f"{name} {most:.1f}/{end:.1f}" for name, most, end in phases.rows)
+    print(f"{'':<18} GiB, most/at the end: {rows}")
+    print(
+        f"{'':<18} reserved {stats['reserved_bytes.all.peak'] / 2**30:.1f} GiB, "
+        f"{stats['num_alloc_retries']} retries, {torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB free at the end"
+    )
+    if plan:
+        used = max(most for _, most, _ in phases.rows)
+        moments = "  ".join(f"{name} {size / 2**30:.1f}" for name, size in plan["moments"].items())
+        print(
+            f"{'':<18} planned {plan['peak'] / 2**30:.1f} GiB for {used:.1f} used ({plan['peak'] / 2**30 / used:.3f}): {moments}"
+        )
+        print(
+            f"{'':<18} selective keeps: {plan.get('kept', '-')}; blocks kept gathered: {plan['keeps_blocks']}",
             flush=True,
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="7b", choices=SIZES)
-    parser.add_argument("--sequences", type=int, default=8, help="rows of each batch in the variants that end in -8")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--variants", nargs="+", default=DEFAULT.split(), choices=VARIANTS)
+    parser.add_argument("--gpus", type=int, default=2, help="ranks of each launch; CPUs where there is no GPU")
+    parser.add_argument("--steps", type=int, default=6, help="the last one is looked into, and not timed")
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--peak", type=float, default=989.0, help="dense bf16 TFLOP/s of one GPU")
-    parser.add_argument(
-        "--checkpointing", default="none", choices=["none", "full"], help="the model's own, all variants"
-    )
-    parser.add_argument("--options", default="{}", help="options of LigerFSDPStrategy, as a Python dict")
-    parser.add_argument("--variants", nargs="+", default=["stock-8", "liger-8", "liger-16k"])
+    parser.add_argument("--limit", type=float, default=80.0, help="seconds for one variant")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    options: dict[str, Any] = ast.literal_eval(args.options)
-
-    def stock() -> Any:
-        from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-
-        return FSDPStrategy(auto_wrap_policy={Qwen2DecoderLayer}, use_orig_params=True)
-
-    def ours() -> Any:
-        return LigerFSDPStrategy(**options)
-
-    made: dict[str, tuple[Callable[[], Any], int, list[Any]]] = {
-        "stock-8": (stock, 0, []),
-        "stock-16k": (stock, 16384, []),
-        "liger-8": (ours, 0, [LigerCallback()]),
-        "liger-16k": (ours, 16384, [LigerCallback()]),
-    }
+    if args.inside:
+        warnings.filterwarnings("ignore")
+        for name in args.variants:
+            run(name, args.steps, args.warmup, args.peak)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
     for name in args.variants:
-        strategy, tokens, callbacks = made[name]
-        run(args, name, strategy(), callbacks, tokens)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+        own = [
+            __file__,
+            "--inside",
+            "--variants",
+            name,
+            "--steps",
+            args.steps,
+            "--warmup",
+            args.warmup,
+            "--peak",
+            args.peak,
+        ]
+        began = time.perf_counter()
+        worker = subprocess.Popen(
+            [*launch, *map(str, own)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            said, _ = worker.communicate(timeout=args.limit)
+        except subprocess.TimeoutExpired:
+            worker.terminate()  # torchrun ends its workers
+            said, _ = worker.communicate()
+            print(f"{name:<18} more than {args.limit:.0f} s")
+        lines = said.splitlines()
+        result = next((i for i, line in enumerate(lines) if line.startswith(f"{name} ")), None)
+        if result is not None:
+            print("\n".join(lines[result : result + 5]))
+        else:
+            memory = next((line for line in lines if "OutOfMemoryError" in line), None)
+            print(f"{name:<18} {memory or 'failed'}")
+            if memory is None:
+                print("\n".join(lines[-25:]))
+        print(f"{'':<18} {time.perf_counter() - began:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
