@@ -37,7 +37,7 @@ def train(variant: str, size: str, sequences: int, steps: int, warmup: int) -> d
     """One variant, in this process of several."""
     import lightning as L
     import torch
-    from fsdp_step import RANK, SIZES, WORLD, Clock, batches
+    from qwen_training import RANK, SHAPES, WORLD, Clock, batches
     from torch import Tensor
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -53,7 +53,7 @@ def train(variant: str, size: str, sequences: int, steps: int, warmup: int) -> d
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            config = Qwen2Config(**SIZES[size], max_position_embeddings=32768, rope_theta=1e6, use_cache=False)
+            config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, rope_theta=1e6, use_cache=False)
             with device:  # billions of random numbers take minutes on a CPU
                 self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
             for parameter in self.model.parameters():
@@ -85,7 +85,7 @@ def train(variant: str, size: str, sequences: int, steps: int, warmup: int) -> d
     callbacks: list[Any] = [LigerCallback(verbose=False)] if accelerated or name == "liger_fsdp" else []
     clock = Clock()
     module = Module()
-    data = batches(SIZES[size]["vocab_size"], steps, sequences, 0)
+    data = batches(SHAPES[size]["vocab_size"], steps, sequences=sequences, seed=100 + RANK)
     # Lightning asks the loader for a batch size to tell DeepSpeed
     loader = DataLoader(data, batch_size=1, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type,var-annotated]
     trainer = L.Trainer(

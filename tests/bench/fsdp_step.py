@@ -27,12 +27,10 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from qwen_training import SHAPES, Clock, Finetune, batches, parameters, wait
+from qwen_training import RANK, SHAPES, WORLD, Clock, Finetune, batches, parameters, wait
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
-
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,8 @@ def main() -> None:
             run(name, args.steps, args.warmup, args.peak)
         if dist.is_initialized():
             dist.destroy_process_group()
-        return
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads need not survive the end of the interpreter
     for name in args.variants:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
         own = [

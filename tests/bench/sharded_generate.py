@@ -18,14 +18,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from qwen_training import SHAPES, qwen
+from qwen_training import RANK, SHAPES, WORLD, qwen
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 from lightning_liger.parallel.gathering import Gathering
 
-RANK = int(os.environ.get("RANK", 0))
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
 DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,6 +6,7 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -250,11 +251,12 @@ def main() -> None:
     dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=40))
     wanted = os.environ.get("TEST_CASES", "")
     for name, layout, make, loss, tolerance in (c for c in cases() if wanted in c[0]):
+        began = time.perf_counter()
         plain, mine = (train(layout, make, loss, ours, "accelerated first" in name) for ours in (False, True))
         worst = max(distance(a, b) for a, b in zip(mine, plain, strict=True))
         assert worst <= tolerance, f"{name}: {worst:.1e}"
         if RANK == 0:
-            print(f"{name}: {worst:.1e}", flush=True)
+            print(f"{name}: {worst:.1e} ({time.perf_counter() - began:.1f} s)", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Two processes, run by ``torchrun``: every case that is imported here, or those that are named.
+"""Two processes, run by ``torchrun``: every case that is imported here, those that are named, or the ``ESSENTIAL`` ones.
 
 Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 """
@@ -6,6 +6,7 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 import warnings
 
@@ -18,14 +19,38 @@ import torch.distributed as dist
 from helpers import leave
 from runs import CASES, RANK
 
+# one of each kind that another backend or device could tell apart
+ESSENTIAL = [
+    "in_init_tied",
+    "configure_model",
+    "adapters",
+    "manual_and_clipped",
+    "accumulate_and_clip",
+    "policy_and_reference",
+    "on_the_module",
+    "two_optimizers",
+    "offload",
+    "one_reduction_in_a_step",
+    "evaluating_before_and_after",
+    "calls_from_hooks_and_callbacks",
+    "masters_are_fp32_and_compute_is_bf16",
+    "bf16_errs_as_plain_bf16_does",
+    "adam_is_fused_where_it_may_be",
+    "training_again_after_an_exception",
+]
+
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     failed = []
+    names = ESSENTIAL if names == ["ESSENTIAL"] else names
     for name in names or CASES:
+        began = time.perf_counter()
         try:
             CASES[name]()
+            if RANK == 0:
+                print(f"took {time.perf_counter() - began:.1f} s: {name}", flush=True)
         except Exception:
             failed.append(name)
             if RANK == 0:
