@@ -23,6 +23,7 @@ from lightning_liger.padding.backends.documents import by_model, by_torch, plain
 from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import Backend
+from lightning_liger.padding.backends.traced import TracedCall, traced_attention
 from lightning_liger.padding.layout import Layout
 from lightning_liger.patching import Rebound
 from lightning_liger.report import PaddingReport
@@ -109,7 +110,7 @@ class PackedAttention(Rebound):
     by_positions = False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if _packed_call(kwargs) is not None:
+        if packed_call_of(kwargs) is not None:
             return self._packed(args, kwargs)
         if _INSIDE.get() or (self.by_positions and torch._C._current_graph_task_id() != -1):
             raise PackingError(
@@ -119,7 +120,7 @@ class PackedAttention(Rebound):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A layer recomputed in backward must stay packed even when the switch went off in between.
-        if _packed_call(kwargs) is not None:
+        if packed_call_of(kwargs) is not None:
             return self._packed(args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -127,14 +128,14 @@ class PackedAttention(Rebound):
         if "packed_call" not in kwargs:
             # the decoder layer names the arguments that it hands on, and these are not among them
             self.by_positions = True
-            call = _packed_call(kwargs)
+            call = packed_call_of(kwargs)
             assert call is not None
             kwargs = {**kwargs, **call.arguments(kwargs["position_ids"].device)}
         with packed_attention(self.module.config):
             return self.original(*args, **kwargs)
 
 
-def _packed_call(kwargs: dict[str, Any]) -> PackedCall | None:
+def packed_call_of(kwargs: dict[str, Any]) -> PackedCall | None:
     """From the keywords, or from the position ids that carry it through layers which drop keywords."""
     given = kwargs.get("packed_call")
     return given if given is not None else getattr(kwargs.get("position_ids"), "packed_call", None)
@@ -146,7 +147,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packed_call: PackedCall | None = None,
+    packed_call: PackedCall | TracedCall | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention inside each document of a packed batch.
@@ -164,6 +165,11 @@ def attention_forward(
         PackingError: no boundaries, or an argument whose meaning is not known here.
         BackendError: the backend asked for by name cannot run this layer.
     """
+    if isinstance(packed_call, TracedCall):
+        causal = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        query, key, value = _autocast(query, key, value)
+        return traced_attention(packed_call, query, key, value, causal, kwargs)[None], None
     return _attend(module, query, key, value, attention_mask, packed_call, kwargs), None
 
 

@@ -1,0 +1,31 @@
+"""Which blocks of a backbone are compiled and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.nn as nn
+
+from lightning_liger.compilation.block import CompiledBlock, Graphs
+from lightning_liger.compilation.recorded import RecordedBlock, RecordedStack
+from lightning_liger.padding.backbones import attention_layers
+from lightning_liger.parallel.blocks import find_blocks
+from lightning_liger.patching import Rebound, Switch
+
+
+def stack_of(backbone: nn.Module) -> list[nn.Module]:
+    """The blocks that a packed batch runs through one after the other: those with attention inside."""
+    attention = set(attention_layers(backbone))
+    return [block for block in find_blocks(backbone).values() if not attention.isdisjoint(block.modules())]
+
+
+def compiled(blocks: Sequence[nn.Module], backbone: nn.Module, switch: Switch, graphs: Graphs) -> list[Rebound]:
+    """Bindings, not bound yet."""
+    attention = set(attention_layers(backbone))
+    return [CompiledBlock(b, switch, graphs, [m for m in b.modules() if m in attention]) for b in blocks]
+
+
+def recorded(blocks: Sequence[nn.Module], switch: Switch, limit: int, refuse: Callable[[str], None]) -> list[Rebound]:
+    """Bindings, not bound yet."""
+    stack = RecordedStack(blocks, limit, refuse)
+    return [RecordedBlock(block, switch, stack) for block in blocks]

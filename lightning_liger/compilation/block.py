@@ -1,0 +1,181 @@
+"""One decoder block, compiled; all blocks of a kind share one graph for each shape of a packed batch.
+
+``forward`` is rebound on the instance. What wraps the block's ``__call__`` (hooks of FSDP, of adapters, of the user)
+stays outside of the graph; what is bound below (activation checkpointing, kernels) is traced into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from lightning_liger.padding.attention import PackedCall, packed_attention, packed_call_of
+from lightning_liger.padding.backends.traced import TracedCall, why_not_traced
+from lightning_liger.patching import Rebound, Switch
+from lightning_liger.report import PaddingReport
+
+_NUMBERS = itertools.count()
+_CACHES = ("past_key_values", "cache", "past_key_value", "layer_past")
+
+
+def _block(module: nn.Module, previous: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    if previous is None:
+        # written so that Dynamo sees which function is meant
+        return type(module).forward(module, *args, **kwargs)
+    return previous(*args, **kwargs)
+
+
+def _own_code(name: str) -> Callable[..., Any]:
+    """:func:`_block` under a code object of its own: the compiler counts, and gives up, by code object."""
+    code = _block.__code__.replace(co_name=f"{name}_{next(_NUMBERS)}")
+    return types.FunctionType(code, globals(), code.co_name)
+
+
+@dataclass
+class Graphs:
+    """The compiled code of all blocks of one module.
+
+    Args:
+        backend: of ``torch.compile``.
+        refuse: told, once for each reason, why blocks of a kind run as they are.
+    """
+
+    backend: str | Callable[..., Any]
+    refuse: Callable[[str], None]
+    _made: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _attention: dict[Any, str] = field(default_factory=dict)
+    _off: dict[type, str] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return self
+
+    def why_off(self, module: nn.Module) -> str:
+        """Why blocks like this one are not compiled, or ``""``."""
+        return self._off.get(type(module), "")
+
+    def switch_off(self, module: nn.Module, reason: str) -> None:
+        """Run blocks like this one as they are from now on."""
+        name = type(module).__name__.removeprefix("FSDP")
+        self._off[type(module)] = reason
+        self.refuse(f"{name} is not compiled: {reason}")
+
+    def function(self, module: nn.Module, shape: Any) -> Callable[..., Any]:
+        """The compiled block of this kind, for calls of this shape."""
+        key = (type(module), shape)
+        if key not in self._made:
+            own = _own_code(type(module).__name__)
+            self._made[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+        return self._made[key]
+
+
+class CompiledBlock(Rebound):
+    """``forward`` of one block on compiled code, for calls whose documents are known.
+
+    Args:
+        graphs: shared by all blocks.
+        attention: the layers of this block that look up their attention function.
+    """
+
+    def __init__(self, module: nn.Module, switch: Switch, graphs: Graphs, attention: Sequence[nn.Module]) -> None:
+        super().__init__(module, switch)
+        self.graphs = graphs
+        self.attention = tuple(attention)
+        self._backends: dict[Any, str] = {}
+        self._bound: list[tuple[nn.Module, Rebound, Any]] = []
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        packed = packed_call_of(kwargs)
+        if packed is None or self.graphs.why_off(self.module) or self._unusual(kwargs):
+            return self.original(*args, **kwargs)
+        backend = self._backend(packed, args, kwargs)
+        if not backend:
+            return self.original(*args, **kwargs)
+        kwargs = {**kwargs, "packed_call": TracedCall(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], backend)}
+        shape = (tuple(_shape(packed)), torch.is_grad_enabled())
+        run = self.graphs.function(self.module, shape)
+        try:
+            with self._traceable():
+                return run(self.module, self.previous, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.graphs.switch_off(self.module, _short(error))
+            return self.original(*args, **{**kwargs, "packed_call": packed})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # a block recomputed in backward must be the block that ran, even when the switch went off in between
+        if packed_call_of(kwargs) is not None and torch._C._current_graph_task_id() != -1:
+            return self.call(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _unusual(self, kwargs: dict[str, Any]) -> bool:
+        return "packed_call" not in kwargs or any(kwargs.get(name) is not None for name in _CACHES)
+
+    @contextlib.contextmanager
+    def _traceable(self) -> Iterator[None]:
+        """The block as its class has it: the compiler would make one graph for each binding that it meets."""
+        if not self._bound or not all(module.__dict__.get("forward") is bound for module, bound, _ in self._bound):
+            self._bound = _bindings_inside(self.module)
+        with contextlib.ExitStack() as stack:
+            for config in {id(a.config): a.config for a in self.attention}.values():
+                stack.enter_context(packed_attention(config))
+            for module, _, before in self._bound:
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = before
+            try:
+                yield
+            finally:
+                for module, bound, _ in self._bound:
+                    module.__dict__["forward"] = bound
+
+    def _backend(self, packed: PackedCall, args: Any, kwargs: dict[str, Any]) -> str:
+        """Name of the attention backend that the block takes for such a batch; ``""`` if it cannot be compiled."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        key = (getattr(hidden, "dtype", None), torch.is_autocast_enabled(hidden.device.type), _shape(packed))
+        if key not in self._backends:
+            self._backends[key] = self._ask(packed, args, kwargs)
+        return self._backends[key]
+
+    def _ask(self, packed: PackedCall, args: Any, kwargs: dict[str, Any]) -> str:
+        """Run the block once without gradients, and see."""
+        trial = replace(packed, chosen={}, report=PaddingReport(""))
+        devices = [d for d in {t.device for t in self.module.parameters()} if d.type == "cuda"]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            self.original(*args, **{**kwargs, "packed_call": trial})
+        names = {backend.name for _, backend in trial.chosen.values()}
+        reasons = {why for features, backend in trial.chosen.values() if (why := why_not_traced(backend, features))}
+        if len(names) != 1:
+            reasons.add("its attention is not one of ours" if not names else "its layers attend in different ways")
+        if reasons:
+            self.graphs.switch_off(self.module, "; ".join(sorted(reasons)))
+            return ""
+        return names.pop()
+
+
+def _bindings_inside(block: nn.Module) -> list[tuple[nn.Module, Rebound, Any]]:
+    """``(module, its binding, what was there before)`` for the modules inside of a block."""
+    made = []
+    for module in block.modules():
+        bound = before = module.__dict__.get("forward")
+        while isinstance(before, Rebound):
+            before = before.previous
+        if isinstance(bound, Rebound) and module is not block:
+            made.append((module, bound, before))
+    return made
+
+
+def _shape(packed: PackedCall) -> tuple[int, int, int]:
+    layout = packed.layout
+    return layout.tokens, len(layout.lengths), max(layout.lengths)
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,331 @@
+"""Decoder blocks replayed as CUDA graphs: one launch for all kernels of a block, forward and backward.
+
+Each block of a stack is recorded by itself, in the order in which the model calls them; their backwards are recorded
+in the opposite order once the last forward is. What one block gives is where the next one reads, and what the next one
+sends back is where the first one begins, so that nothing is copied in between. All of it shares one memory pool, which
+stays allocated: the activations of the stack, once for each shape.
+
+A recorded kernel reads and writes fixed places. So a block runs as it is, not recorded, where that would not do: a second
+forward before the backward of the first, gradients switched off, a hook that might keep an output.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_liger.padding.attention import PackedCall, packed_call_of
+from lightning_liger.patching import Rebound, Switch
+
+_SEEN_BEFORE = 2  # calls of a shape before it is worth a recording
+_WARM_UP = 2
+
+
+class CannotRecord(Exception):
+    """Why a stack is not recorded."""
+
+
+class _Slot:
+    """A tensor at a fixed place, which several blocks of a stack read."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.tensor = source.detach().clone()
+        self.source: tuple[Tensor, int] = (source, source._version)
+        self.filled_in = -1
+
+    def fill(self, source: Tensor, number: int) -> bool:
+        """Copy ``source`` here, in pass ``number``; False if another tensor was put here in the same pass."""
+        known, version = self.source
+        if known is source and version == source._version:
+            self.filled_in = number
+            return True
+        if self.filled_in == number:
+            return False
+        self.tensor.copy_(source)
+        self.source, self.filled_in = (source, source._version), number
+        return True
+
+
+class _Pass:
+    """One forward through a recorded block, until its backward is done or nobody can ask for it any more."""
+
+    done = False
+
+
+@dataclass
+class _Recording:
+    """Forward and backward of one block at fixed places.
+
+    Attributes:
+        inputs: where the differentiable inputs are, by their number among the leaves of the call.
+        slots: where the others are.
+        outputs: what the forward gives, its tensors only.
+    """
+
+    inputs: dict[int, Tensor]
+    slots: dict[int, _Slot]
+    parameters: list[nn.Parameter]
+    places: list[int]
+    forward: Any
+    outputs: list[Tensor]
+    rebuild: Callable[[Sequence[Tensor]], Any]
+    alive: list[Tensor]
+    backward: Any = None
+    grad_outputs: list[Tensor] = field(default_factory=list)
+    grad_inputs: list[Tensor | None] = field(default_factory=list)
+
+
+class _Replay(torch.autograd.Function):
+    """Inputs are at their places already; tensors are passed to say what the gradients are for."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: _Recording, block: RecordedBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
+        recording.forward.replay()
+        ctx.recording, ctx.block, ctx.latest = recording, block, _Pass()
+        block.latest = weakref.ref(ctx.latest)
+        return tuple(t.detach() for t in recording.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        recording = ctx.recording
+        if ctx.block.latest() is not ctx.latest:
+            raise RuntimeError(
+                "A block that is replayed as a CUDA graph ran again before this backward, and has forgotten its "
+                "activations. Set compile=True instead of compile='cudagraphs'."
+            )
+        for place, grad in zip(recording.grad_outputs, grads, strict=True):
+            if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
+                place.copy_(grad)
+        recording.backward.replay()
+        ctx.latest.done = True
+        return (None, None, *(None if g is None else g.detach() for g in recording.grad_inputs))
+
+
+class _Shape:
+    """All recordings of one stack for one kind of call."""
+
+    def __init__(self, stack: RecordedStack) -> None:
+        self.stack = stack
+        self.calls = 0
+        self.number = 0
+        self.made: list[_Recording] = []
+        self.complete = False
+        self._slots: dict[int, _Slot] = {}
+
+    def run(self, index: int, block: RecordedBlock, args: Any, kwargs: Any) -> Any:
+        if index == 0:
+            self.calls += 1
+            self.number += 1
+        if self.calls <= _SEEN_BEFORE or self.stack.off:
+            return block.original(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        if not self.complete:
+            if index != len(self.made):
+                raise CannotRecord("its blocks are not called one after the other")
+            self.made.append(self._record(block, leaves, spec))
+            if index == len(self.stack.blocks) - 1:
+                self._record_backwards()
+        return self._replay(self.made[index], block, leaves, spec)
+
+    def _replay(self, made: _Recording, block: RecordedBlock, leaves: list[Any], spec: Any) -> Any:
+        fits = not block.in_flight and made.places == [p.data_ptr() for p in made.parameters]
+        if self.complete and not (fits and all(s.fill(leaves[i], self.number) for i, s in made.slots.items())):
+            args, kwargs = tree_unflatten(leaves, spec)
+            return block.original(*args, **kwargs)
+        with torch.no_grad():
+            for i, place in made.inputs.items():
+                if place.data_ptr() != leaves[i].data_ptr() or place.stride() != leaves[i].stride():
+                    place.copy_(leaves[i])
+        return made.rebuild(_Replay.apply(made, block, *(leaves[i] for i in made.inputs), *made.parameters))
+
+    def _record(self, block: RecordedBlock, leaves: list[Any], spec: Any) -> _Recording:
+        inputs: dict[int, Tensor] = {}
+        slots: dict[int, _Slot] = {}
+        earlier = {t.data_ptr(): t for made in self.made[-1:] for t in made.outputs}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.requires_grad:
+                place = earlier.get(leaf.data_ptr())
+                same = place is not None and (place.shape, place.stride()) == (leaf.shape, leaf.stride())
+                place = place.detach() if same and place is not None else leaf.detach().clone()
+                inputs[i] = place.requires_grad_()
+            else:
+                slots[i] = self._slots.setdefault(id(leaf), _Slot(leaf))
+                slots[i].filled_in = self.number
+        fixed = [inputs[i] if i in inputs else slots[i].tensor if i in slots else leaf for i, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(fixed, spec)
+        kwargs = _at_fixed_place(kwargs)
+        parameters = [p for p in block.module.parameters() if p.requires_grad]
+        wanted = [*inputs.values(), *parameters]
+        if not wanted:
+            raise CannotRecord("a block has nothing to train")
+        self._warm_up(block, args, kwargs, wanted)
+        out, graph = self.stack.record(lambda: block.original(*args, **kwargs))
+        flat, form = tree_flatten(out)
+        numbers = [i for i, t in enumerate(flat) if isinstance(t, Tensor)]
+        if not all(flat[i].requires_grad for i in numbers):
+            raise CannotRecord("a block gives back something without gradients")
+        rest = [None if i in numbers else t for i, t in enumerate(flat)]
+
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
+            whole = list(rest)
+            for i, t in zip(numbers, tensors, strict=True):
+                whole[i] = t
+            return tree_unflatten(whole, form)
+
+        outputs = [flat[i] for i in numbers]
+        places = [p.data_ptr() for p in parameters]
+        return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted)
+
+    def _warm_up(self, block: RecordedBlock, args: Any, kwargs: Any, wanted: list[Tensor]) -> None:
+        stream = self.stack.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                out = [t for t in tree_flatten(block.original(*args, **kwargs))[0] if isinstance(t, Tensor)]
+                torch.autograd.grad(out, wanted, [torch.zeros_like(t) for t in out], allow_unused=True)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _record_backwards(self) -> None:
+        after: dict[int, Tensor] = {}
+        for made in reversed(self.made):
+            # where the next block's gradient for this output is, if it read it where it was written
+            made.grad_outputs = [after.get(t.data_ptr(), torch.empty_like(t).detach()) for t in made.outputs]
+            grads, made.backward = self.stack.record(
+                lambda made=made: torch.autograd.grad(
+                    made.outputs, made.alive, made.grad_outputs, only_inputs=True, allow_unused=True
+                )
+            )
+            made.grad_inputs = list(grads)
+            made.outputs = [t.detach() for t in made.outputs]
+            pairs = zip(made.inputs.values(), grads, strict=False)
+            after = {place.data_ptr(): g for place, g in pairs if g is not None and g.stride() == place.stride()}
+        self._slots.clear()
+        self.complete = True
+
+
+class RecordedStack:
+    """The blocks of one list, in order, and their recordings by shape.
+
+    Args:
+        blocks: in the order of their calls.
+        limit: how many shapes are recorded; further ones run as they are.
+        refuse: told why nothing is recorded.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], limit: int, refuse: Callable[[str], None]) -> None:
+        self.blocks = weakref.WeakKeyDictionary({block: i for i, block in enumerate(blocks)})
+        self.limit = limit
+        self.refuse = refuse
+        self.off = ""
+        self._shapes: dict[Any, _Shape] = {}
+        self._pool: Any = None
+        self._stream: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedStack:
+        return self
+
+    @property
+    def stream(self) -> Any:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._stream
+
+    def run(self, block: RecordedBlock, key: Any, args: Any, kwargs: Any) -> Any:
+        """The block's output, replayed where its shape was recorded."""
+        if key not in self._shapes:
+            if len(self._shapes) >= self.limit:
+                self.refuse(f"CUDA graphs: {self.limit} shapes are recorded, others run as they are")
+                return block.original(*args, **kwargs)
+            self._shapes[key] = _Shape(self)
+        try:
+            return self._shapes[key].run(self.blocks[block.module], block, args, kwargs)
+        except CannotRecord as reason:
+            self.switch_off(str(reason))
+        except torch.cuda.OutOfMemoryError:
+            self.switch_off("its activations do not fit into memory of their own")
+        return block.original(*args, **kwargs)
+
+    def switch_off(self, reason: str) -> None:
+        """Run every block as it is from now on, and free what was recorded."""
+        self.off = reason
+        self._shapes.clear()
+        self.refuse(f"CUDA graphs: not recorded: {reason}")
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        """What ``function`` gives, not computed yet, and the graph that computes it."""
+        stream, graph = self.stream, torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        collects = gc.isenabled()
+        gc.disable()  # what is collected meanwhile may free events and memory of other streams
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = function()
+                finally:
+                    graph.capture_end()
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            if collects:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(stream)
+        return out, graph
+
+
+class RecordedBlock(Rebound):
+    """``forward`` of one block, replayed in training where its shape was recorded."""
+
+    def __init__(self, module: nn.Module, switch: Switch, stack: RecordedStack) -> None:
+        super().__init__(module, switch)
+        self.stack = stack
+        self.latest: Any = lambda: None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether activations are kept for a backward that may still come."""
+        latest = self.latest()
+        return latest is not None and not latest.done
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        packed = packed_call_of(kwargs)
+        if packed is None or self.stack.off or not torch.is_grad_enabled() or self._is_watched() or self._is_copy():
+            return self.original(*args, **kwargs)
+        return self.stack.run(self, self._key(packed), args, kwargs)
+
+    def _is_watched(self) -> bool:
+        return bool(self.module._forward_hooks or self.module._backward_hooks) or (
+            torch._C._current_graph_task_id() != -1
+        )
+
+    def _is_copy(self) -> bool:
+        return self.module not in self.stack.blocks
+
+    def _key(self, packed: PackedCall) -> Any:
+        layout = packed.layout
+        return (layout.tokens, len(layout.lengths), max(layout.lengths)), self.module.training
+
+
+def _at_fixed_place(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """With a packed call that names the boundaries at their fixed place."""
+    packed, cu_seqlens = packed_call_of(kwargs), kwargs.get("cu_seq_lens_q")
+    if packed is None or cu_seqlens is None:
+        raise CannotRecord("its blocks are not handed the boundaries of documents")
+    placed = packed.layout.on(cu_seqlens.device)
+    layout = replace(packed.layout, _placed={cu_seqlens.device: replace(placed, cu_seqlens=cu_seqlens)}, derived={})
+    call = replace(packed, layout=layout)
+    return {**kwargs, "packed_call": call}
