@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from lightning_liger.padding.attention import PackedCall, packed_attention, packed_call_of
 from lightning_liger.padding.backends.traced import TracedCall, why_not_traced
@@ -98,7 +99,7 @@ class CompiledBlock(Rebound):
         if not backend:
             return self.original(*args, **kwargs)
         kwargs = {**kwargs, "packed_call": TracedCall(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], backend)}
-        shape = (tuple(_shape(packed)), torch.is_grad_enabled())
+        shape = (tuple(packed.layout.shape_key), torch.is_grad_enabled())
         run = self.graphs.function(self.module, shape)
         try:
             with self._traceable():
@@ -137,8 +138,8 @@ class CompiledBlock(Rebound):
 
     def _backend(self, packed: PackedCall, args: Any, kwargs: dict[str, Any]) -> str:
         """Name of the attention backend that the block takes for such a batch; ``""`` if it cannot be compiled."""
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        key = (getattr(hidden, "dtype", None), torch.is_autocast_enabled(hidden.device.type), _shape(packed))
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        key = (tensors[0].dtype, torch.is_autocast_enabled(tensors[0].device.type), packed.layout.shape_key)
         if key not in self._backends:
             self._backends[key] = self._ask(packed, args, kwargs)
         return self._backends[key]
@@ -169,11 +170,6 @@ def _bindings_inside(block: nn.Module) -> list[tuple[nn.Module, Rebound, Any]]:
         if isinstance(bound, Rebound) and module is not block:
             made.append((module, bound, before))
     return made
-
-
-def _shape(packed: PackedCall) -> tuple[int, int, int]:
-    layout = packed.layout
-    return layout.tokens, len(layout.lengths), max(layout.lengths)
 
 
 def _short(error: BaseException) -> str:

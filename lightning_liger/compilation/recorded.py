@@ -11,10 +11,10 @@ forward before the backward of the first, gradients switched off, a hook that mi
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_liger.compilation.recorder import Recorder
 from lightning_liger.padding.attention import PackedCall, packed_call_of
 from lightning_liger.patching import Rebound, Switch
+from lightning_liger.report import PaddingReport
 
 _SEEN_BEFORE = 2  # calls of a shape before it is worth a recording
 _WARM_UP = 2
+_READS_BOUNDARIES = ("fa4", "fa3", "fa2", "varlen")
 
 
 class CannotRecord(Exception):
@@ -84,6 +87,10 @@ class _Recording:
     grad_inputs: list[Tensor | None] = field(default_factory=list)
 
 
+def _gradients(made: _Recording) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(made.outputs, made.alive, made.grad_outputs, allow_unused=True)
+
+
 class _Replay(torch.autograd.Function):
     """Inputs are at their places already; tensors are passed to say what the gradients are for."""
 
@@ -92,7 +99,8 @@ class _Replay(torch.autograd.Function):
         recording.forward.replay()
         ctx.recording, ctx.block, ctx.latest = recording, block, _Pass()
         block.latest = weakref.ref(ctx.latest)
-        return tuple(t.detach() for t in recording.outputs)
+        # not detach(): whoever writes into an output must not make the recording's own tensors look changed
+        return tuple(t.data for t in recording.outputs)
 
     @staticmethod
     @once_differentiable
@@ -142,10 +150,9 @@ class _Shape:
         if self.complete and not (fits and all(s.fill(leaves[i], self.number) for i, s in made.slots.items())):
             args, kwargs = tree_unflatten(leaves, spec)
             return block.original(*args, **kwargs)
-        with torch.no_grad():
-            for i, place in made.inputs.items():
-                if place.data_ptr() != leaves[i].data_ptr() or place.stride() != leaves[i].stride():
-                    place.copy_(leaves[i])
+        for i, place in made.inputs.items():
+            if place.data_ptr() != leaves[i].data_ptr() or place.stride() != leaves[i].stride():
+                place.data.copy_(leaves[i].data)
         return made.rebuild(_Replay.apply(made, block, *(leaves[i] for i in made.inputs), *made.parameters))
 
     def _record(self, block: RecordedBlock, leaves: list[Any], spec: Any) -> _Recording:
@@ -158,7 +165,7 @@ class _Shape:
             if leaf.requires_grad:
                 place = earlier.get(leaf.data_ptr())
                 same = place is not None and (place.shape, place.stride()) == (leaf.shape, leaf.stride())
-                place = place.detach() if same and place is not None else leaf.detach().clone()
+                place = place.data if same and place is not None else leaf.detach().clone()
                 inputs[i] = place.requires_grad_()
             else:
                 slots[i] = self._slots.setdefault(id(leaf), _Slot(leaf))
@@ -171,7 +178,8 @@ class _Shape:
         if not wanted:
             raise CannotRecord("a block has nothing to train")
         self._warm_up(block, args, kwargs, wanted)
-        out, graph = self.stack.record(lambda: block.original(*args, **kwargs))
+        _check_attention(kwargs["packed_call"])
+        out, graph = self.stack.recorder.record(lambda: block.original(*args, **kwargs))
         flat, form = tree_flatten(out)
         numbers = [i for i, t in enumerate(flat) if isinstance(t, Tensor)]
         if not all(flat[i].requires_grad for i in numbers):
@@ -189,24 +197,17 @@ class _Shape:
         return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted)
 
     def _warm_up(self, block: RecordedBlock, args: Any, kwargs: Any, wanted: list[Tensor]) -> None:
-        stream = self.stack.stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with self.stack.recorder.aside():
             for _ in range(_WARM_UP):
                 out = [t for t in tree_flatten(block.original(*args, **kwargs))[0] if isinstance(t, Tensor)]
                 torch.autograd.grad(out, wanted, [torch.zeros_like(t) for t in out], allow_unused=True)
-        torch.cuda.current_stream().wait_stream(stream)
 
     def _record_backwards(self) -> None:
         after: dict[int, Tensor] = {}
         for made in reversed(self.made):
             # where the next block's gradient for this output is, if it read it where it was written
             made.grad_outputs = [after.get(t.data_ptr(), torch.empty_like(t).detach()) for t in made.outputs]
-            grads, made.backward = self.stack.record(
-                lambda made=made: torch.autograd.grad(
-                    made.outputs, made.alive, made.grad_outputs, only_inputs=True, allow_unused=True
-                )
-            )
+            grads, made.backward = self.stack.recorder.record(partial(_gradients, made))
             made.grad_inputs = list(grads)
             made.outputs = [t.detach() for t in made.outputs]
             pairs = zip(made.inputs.values(), grads, strict=False)
@@ -222,26 +223,25 @@ class RecordedStack:
         blocks: in the order of their calls.
         limit: how many shapes are recorded; further ones run as they are.
         refuse: told why nothing is recorded.
+        recorder: makes the graphs.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], limit: int, refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        limit: int,
+        refuse: Callable[[str], None],
+        recorder: Recorder | None = None,
+    ) -> None:
         self.blocks = weakref.WeakKeyDictionary({block: i for i, block in enumerate(blocks)})
         self.limit = limit
         self.refuse = refuse
         self.off = ""
+        self.recorder = recorder or Recorder()
         self._shapes: dict[Any, _Shape] = {}
-        self._pool: Any = None
-        self._stream: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedStack:
         return self
-
-    @property
-    def stream(self) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._stream
 
     def run(self, block: RecordedBlock, key: Any, args: Any, kwargs: Any) -> Any:
         """The block's output, replayed where its shape was recorded."""
@@ -263,28 +263,6 @@ class RecordedStack:
         self.off = reason
         self._shapes.clear()
         self.refuse(f"CUDA graphs: not recorded: {reason}")
-
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
-        """What ``function`` gives, not computed yet, and the graph that computes it."""
-        stream, graph = self.stream, torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        collects = gc.isenabled()
-        gc.disable()  # what is collected meanwhile may free events and memory of other streams
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    out = function()
-                finally:
-                    graph.capture_end()
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-            if collects:
-                gc.enable()
-        torch.cuda.current_stream().wait_stream(stream)
-        return out, graph
 
 
 class RecordedBlock(Rebound):
@@ -316,8 +294,7 @@ class RecordedBlock(Rebound):
         return self.module not in self.stack.blocks
 
     def _key(self, packed: PackedCall) -> Any:
-        layout = packed.layout
-        return (layout.tokens, len(layout.lengths), max(layout.lengths)), self.module.training
+        return packed.layout.shape_key, self.module.training
 
 
 def _at_fixed_place(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -327,5 +304,12 @@ def _at_fixed_place(kwargs: dict[str, Any]) -> dict[str, Any]:
         raise CannotRecord("its blocks are not handed the boundaries of documents")
     placed = packed.layout.on(cu_seqlens.device)
     layout = replace(packed.layout, _placed={cu_seqlens.device: replace(placed, cu_seqlens=cu_seqlens)}, derived={})
-    call = replace(packed, layout=layout)
+    call = replace(packed, layout=layout, chosen={}, report=PaddingReport(""))
     return {**kwargs, "packed_call": call}
+
+
+def _check_attention(call: PackedCall) -> None:
+    """Whether all of a block's attention reads its documents where a recording finds them."""
+    for name in sorted(call.report.attention):
+        if name not in _READS_BOUNDARIES:
+            raise CannotRecord(f"its attention ({name}) does not read the boundaries of documents from the device")

@@ -110,7 +110,15 @@ def _each_document(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, window: int | None, scale: float | None
 ) -> Tensor:
     features = Features(
-        q.device.type, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1], causal=causal, window=window, scale=scale
+        q.device.type,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        q.shape[1],
+        k.shape[1],
+        causal=causal,
+        window=window,
+        scale=scale,
     )
     documents = _Documents(tuple(int(n) for n in cu_seqlens.diff().tolist()))
     return by_torch(q, k, v, documents, features)  # type: ignore[arg-type]
@@ -142,7 +150,7 @@ def each_document_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, written out: with ``P = softmax(s)``, ``ds = P (dP - rowsum(dP P))``."""
     groups, factor = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
-    found = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     ends = cu_seqlens.tolist()
     for part in (slice(a, b) for a, b in itertools.pairwise(ends)):
         query, gradient = q[0, :, part].float(), grad[part].transpose(0, 1).float()
@@ -159,7 +167,7 @@ def each_document_backward(
         found[0][0, :, part] = (d_scores @ key).to(q.dtype)
         for into, made in ((found[1], d_scores.mT @ query), (found[2], weights.mT @ gradient)):
             into[0, :, part] = made.unflatten(0, (-1, groups)).sum(1).to(into.dtype)
-    return found
+    return found[0], found[1], found[2]
 
 
 @each_document_backward.register_fake

@@ -1,0 +1,49 @@
+"""Records what a function launches on a CUDA device, to launch it again at one go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Recorder:
+    """Makes CUDA graphs that share one pool of memory: they must be replayed in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: Any = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream that recordings are made on, after what was launched before and before what comes after."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+        """What ``function`` gives, not computed yet, and the graph whose ``replay()`` computes it."""
+        graph = torch.cuda.CUDAGraph()
+        # weights that autocast keeps in bf16 outside of a graph are gone when it is replayed
+        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
+        torch.set_autocast_cache_enabled(False)
+        gc.disable()  # what is collected meanwhile may free memory and events of other streams
+        try:
+            with self.aside():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    out = function()
+                finally:
+                    graph.capture_end()
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            if collects:
+                gc.enable()
+        return out, graph
