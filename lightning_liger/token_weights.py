@@ -19,6 +19,7 @@ from lightning_liger.data.ranks import data_parallel
 from lightning_liger.head.means import labels_of
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.report import Report
+from lightning_liger.zero_gradients import averaged_over, averages_ranks, cannot_scale, is_deepspeed, on_optimizer_step
 
 # A power of two, so that it costs no rounding: gradients keep about their size until they are divided.
 _UNIT = 1024.0
@@ -43,6 +44,10 @@ class TokenWeights(TrainingHooks):
     def begin_training(self, trainer: Any, module: Any) -> None:
         """Raises ``ValueError`` for a strategy or a module whose gradients cannot be weighed."""
         _check_weighable(trainer)
+        if is_deepspeed(trainer.strategy):
+            engine = trainer.strategy.model
+            self._wrap(engine, "step", on_optimizer_step(engine, lambda: self._factor_of_engine(trainer, engine)))
+            return
         plugin = trainer.precision_plugin
         clip_gradients = plugin.clip_gradients
 
@@ -87,24 +92,35 @@ class TokenWeights(TrainingHooks):
         Under manual optimization the user divides losses as they like: what they accumulate is taken as a mean with
         equal weights, times a factor of theirs that is kept.
         """
-        if self._off or not self._backwards:
+        if self._off or not self._backwards or is_deepspeed(trainer.strategy):
             return
-        strategy = trainer.strategy
-        labels = _sum(float(self._labels), strategy.root_device)
+        factor = self._factor(trainer) * data_parallel(trainer.strategy)[0]
+        for gradients in _by_device(optimizer):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+
+    def _factor(self, trainer: Any) -> Tensor:
+        """From the sum of weighted gradients, which Lightning or the user has divided, to their mean over labels."""
+        labels = _sum(float(self._labels), trainer.strategy.root_device)
         automatic = trainer.lightning_module.automatic_optimization
         micro_batches = trainer.accumulate_grad_batches if automatic else self._backwards
         self._labels = self._backwards = 0
         # no label at all: the gradients are zero, or NaN as PyTorch's mean over nothing is, and stay so
-        factor = micro_batches * data_parallel(strategy)[0] * _UNIT / labels.clamp_min(1.0)
-        for gradients in _by_device(optimizer):
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+        return micro_batches * _UNIT / labels.clamp_min(1.0)
+
+    def _factor_of_engine(self, trainer: Any, engine: Any) -> Tensor | None:
+        """DeepSpeed divides by the micro-batches once more, after Lightning."""
+        if self._off or not self._backwards:
+            return None
+        ranks = data_parallel(trainer.strategy)[0] if averages_ranks(engine) else 1
+        return self._factor(trainer) * ranks * averaged_over(engine)
 
 
 def _check_weighable(trainer: Any) -> None:
-    if "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
+    reason = cannot_scale(trainer.strategy.model) if is_deepspeed(trainer.strategy) else ""
+    if reason:
         raise ValueError(
-            "loss_normalization='tokens' cannot reach the gradients that DeepSpeed keeps. Use strategy='liger_fsdp' or "
-            "'ddp', or loss_normalization='batch'."
+            f"loss_normalization='tokens' cannot weigh the gradients that DeepSpeed keeps: {reason}. Use "
+            "strategy='liger_fsdp' or 'ddp', or loss_normalization='batch'."
         )
     if len(trainer.optimizers) > 1:
         raise ValueError(

@@ -26,8 +26,12 @@ def mean_over(loss: Tensor, labels: int) -> Tensor:
     return _MeanOver.apply(loss, labels) if loss.requires_grad else loss
 
 
-# What may lie between such a loss and what is differentiated: casts, copies, and factors without a gradient.
-_PASSING = ("ToCopy", "Clone", "View", "Alias", "Div", "Mul", "Squeeze", "Unsqueeze", "Register", "_DDPSink", "Expand")
+# What may lie between such a loss and what is differentiated: casts, copies, factors without a gradient, and the nodes
+# that wrappers put around a module's outputs and inputs.
+_PASSING = (
+    *("ToCopy", "Clone", "View", "Alias", "Div", "Mul", "Squeeze", "Unsqueeze", "Register", "Expand"),
+    *("_DDPSink", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"),
+)
 
 
 def labels_of(loss: Tensor) -> int | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -21,15 +23,24 @@ from lightning_liger import LigerCallback
 HERE = Path(__file__).parent
 
 
-# two processes have to start; five comparisons share them
-def test_two_ranks_three_micro_batches() -> None:
+def in_two_processes(script: str) -> list[str]:
+    """Lines of the form ``case: difference``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [str(HERE), str(HERE.parent), *sys.path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    script = str(HERE / "weights_worker.py")
-    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run([*command, str(HERE / script)], env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert done.stdout.count(": ") >= 5, done.stdout
+    return [line for line in done.stdout.splitlines() if re.fullmatch(r"[\w ,]+: [\d.e+-]+", line)]
+
+
+# two processes have to start; five comparisons share them
+def test_two_ranks_three_micro_batches() -> None:
+    assert len(in_two_processes("weights_worker.py")) == 5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_two_ranks_three_micro_batches_under_deepspeed() -> None:
+    assert len(in_two_processes("zero_weights_worker.py")) == 9
 
 
 def test_one_process_accumulates_tokens() -> None:

@@ -56,6 +56,23 @@ def one_big_batch(clip: float) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in module.named_parameters()}
 
 
+class Weights(L.Callback):
+    """Reads whole weights where they end, whatever pieces a strategy keeps."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        named = dict(pl_module.named_parameters())
+        if any(hasattr(p, "ds_id") for p in named.values()):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(list(named.values())):
+                self.found = {n: p.detach().clone() for n, p in named.items()}
+        else:
+            self.found = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()}
+
+
 def accumulated(module: L.LightningModule, strategy: Any, normalization: str, clip: float) -> dict[str, Tensor]:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -63,15 +80,15 @@ def accumulated(module: L.LightningModule, strategy: Any, normalization: str, cl
     options: dict[str, Any] = {} if isinstance(module, Manual) else {"gradient_clip_val": clip}
     if not isinstance(module, Manual):
         options["accumulate_grad_batches"] = 3 * (3 - ranks)
+    weights = Weights()
     trainer = L.Trainer(
         strategy=strategy(),
-        callbacks=[LigerCallback(verbose=False, loss_normalization=normalization)],
+        callbacks=[LigerCallback(verbose=False, loss_normalization=normalization), weights],
         use_distributed_sampler=False,
         **{**QUIET, "devices": ranks, "max_steps": -1, "max_epochs": 1, **options},
     )
     trainer.fit(module, DataLoader(mine, batch_size=2, collate_fn=collate))  # type: ignore[arg-type]
-    named = dict(module.named_parameters())
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()}
+    return weights.found
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
