@@ -30,7 +30,15 @@ from lightning_liger.padding.plain_decoder.decoder import (
 from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
 from lightning_liger.padding.plain_decoder.parts import PackedPart
 from lightning_liger.padding.probe import Verdict, packing_verdict
-from lightning_liger.patching import BypassedGenerate, Rebound, Switch, calls_compiled, inside_compiled, live_binding
+from lightning_liger.patching import (
+    Binding,
+    BypassedGenerate,
+    Rebound,
+    Switch,
+    calls_compiled,
+    inside_compiled,
+    live_binding,
+)
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
 
@@ -58,13 +66,17 @@ class Accelerated:
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
         # weak, all of them: this object is a value in the registry, and would keep its own key alive
-        self._bindings: list[weakref.ref[Rebound]] = []
+        self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def is_active(self) -> bool:
         return self._switch.on
+
+    def bindings(self) -> list[Binding]:
+        """All that was bound since the last ``revert``, whoever took it away again."""
+        return list(self._bindings)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -80,9 +92,8 @@ class Accelerated:
         """Take everything back: no attribute of the module, of its classes or of a library stays changed."""
         self._switch.on = False
         self.book.close()
-        for reference in reversed(self._bindings):
-            binding = reference()
-            if binding is not None:
+        for bound in reversed(self._bindings):
+            if (binding := bound.binding()) is not None:
                 binding.unbind()
         self._bindings.clear()
         module = self._module()
@@ -129,7 +140,7 @@ class Accelerated:
 
     def _keep(self, binding: Rebound) -> None:
         binding.bind()
-        self._bindings.append(weakref.ref(binding))
+        self._bindings.append(Binding(weakref.ref(binding), weakref.ref(binding.module), binding.feature))
 
     def _remove_padding(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.padding

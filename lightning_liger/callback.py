@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -11,7 +12,16 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
-from lightning_liger.choices import Attention, Auto, Budget, HeadBackend, KernelChoice, LossNormalization, Overlong
+from lightning_liger.choices import (
+    Attention,
+    Auto,
+    Budget,
+    HeadBackend,
+    KernelChoice,
+    LossNormalization,
+    Overlong,
+    Verify,
+)
 from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
 from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
@@ -19,6 +29,7 @@ from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.meter import Meter
 from lightning_liger.printing import printable
+from lightning_liger.proof.kernels import KernelProof
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings, check_option_names
 from lightning_liger.token_weights import TokenWeights
@@ -68,6 +79,8 @@ class LigerCallback(_Base):
         loss_normalization: ``"batch"`` or ``"tokens"``.
         shape_buckets: ``"auto"``, True, False, or a list of sizes in tokens.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
+        verify: ``"off"``, ``"warn"`` or ``"strict"``: prove in an early step that what was applied ran.
+        profile: A directory that keeps the trace of one training step.
         verbose: Print the report after the first training step.
 
     See :class:`lightning_liger.Settings` for the full meaning of each option.
@@ -92,6 +105,8 @@ class LigerCallback(_Base):
         loss_normalization: LossNormalization = "batch",
         shape_buckets: bool | Auto | Sequence[int] = "auto",
         bf16: bool = True,
+        verify: Verify = "warn",
+        profile: str | Path | None = None,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -108,6 +123,8 @@ class LigerCallback(_Base):
             loss_normalization=loss_normalization,
             shape_buckets=shape_buckets,
             bf16=bf16,
+            verify=verify,
+            profile=profile,
             verbose=verbose,
         )
         self.report = Report()
@@ -172,6 +189,8 @@ class LigerCallback(_Base):
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(Meter(self.report, self.settings.head))
+        if self.settings.verify != "off" or self.settings.profile is not None:
+            self._hooks.append(KernelProof(self._handle, self.settings.verify, self.settings.profile, self._say))
         self._first_batch = True
         for hooks in self._hooks:
             hooks.begin_training(trainer, pl_module)
@@ -205,7 +224,7 @@ class LigerCallback(_Base):
             hooks.end_batch(trainer, pl_module, outputs, batch, batch_idx)
         if self._first_batch:
             self._first_batch = False
-            self._show(trainer)
+            self._say(self.report.render())
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         for hooks in self._hooks:
@@ -219,11 +238,15 @@ class LigerCallback(_Base):
         for hooks in self._hooks:
             hooks.end_training(trainer, pl_module)
 
+    def _handle(self) -> Accelerated:
+        assert self._accelerated is not None
+        return self._accelerated
+
     @rank_zero_only
-    def _show(self, trainer: Any) -> None:
+    def _say(self, text: str) -> None:
         if self.settings.verbose:
             # print() would cut a progress bar in two
-            tqdm.write(printable(self.report.render()))
+            tqdm.write(printable(text))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Attention = Literal["auto", "fa4", "fa3", "fa2", "varlen", "flex", "sdpa"]
 HeadBackend = Literal["auto", "torch", "triton", "liger"]
 Overlong = Literal["error", "truncate", "skip", "own_batch"]
 LossNormalization = Literal["batch", "tokens"]
+Verify = Literal["off", "warn", "strict"]
 Budget = Literal["auto", "keep_samples"]
 KernelChoice = bool | Auto | Mapping[str, bool | Auto]
 

@@ -11,9 +11,11 @@ import copy
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,9 +56,21 @@ class Rebound:
     """A replacement for ``module.<name>``; calls the original whenever its switch is off.
 
     Subclasses implement :meth:`call`. ``self.original`` is the bound method that was found.
+
+    Attributes:
+        feature: what the kernel proof calls the replacement; ``""`` where there is nothing to prove.
+        runs: calls in which the replacement really did its work.
+        called: whether there was a call at all since somebody set this to False.
+        why: why the latest call ran the original code, or ``""``.
+        bypassed: the reason of the latest :func:`bypass` around a call, or ``""``.
     """
 
     name = "forward"
+    feature = ""
+    runs = 0
+    called = False
+    why = ""
+    bypassed = ""
 
     def __init__(self, module: Any, switch: Switch) -> None:
         # Any: transformers and torch modules carry attributes that nn.Module's type does not know
@@ -77,6 +91,11 @@ class Rebound:
             return self.previous
         return getattr(type(self.module), self.name).__get__(self.module)
 
+    @property
+    def launches(self) -> tuple[str, ...]:
+        """Parts of names of GPU kernels, one of which a run must launch; empty where that depends."""
+        return ()
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -95,8 +114,11 @@ class Rebound:
         if torch.compiler.is_compiling() and self.previous is None:
             # traced code has one shape and no lazy tensors in it; written so that Dynamo sees which function is meant
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
-        if not self.switch.on or _BYPASS.get() is not None:
+        reason = _BYPASS.get()
+        if not self.switch.on or reason is not None:
+            self.bypassed = reason or ""
             return self.original(*args, **kwargs)
+        self.called = True
         return self.call(*args, **kwargs)
 
     def bind(self) -> None:
@@ -110,6 +132,15 @@ class Rebound:
             del self.module.__dict__[self.name]
         else:
             self.module.__dict__[self.name] = self.previous
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What was bound, weakly: ``binding`` is gone when somebody else put another method in its place."""
+
+    binding: weakref.ref[Rebound]
+    module: weakref.ref[nn.Module]
+    feature: str
 
 
 def live_binding(module: nn.Module, name: str, switch: Switch, kind: type[Rebound] = Rebound) -> Rebound | None:
@@ -128,6 +159,14 @@ def live_binding(module: nn.Module, name: str, switch: Switch, kind: type[Reboun
             return found
         found = found.previous
     return None
+
+
+def bindings_of(module: nn.Module, name: str = "forward") -> Iterator[Rebound]:
+    """What is bound on ``module.<name>``, the outermost first; ends where somebody else's replacement begins."""
+    found = module.__dict__.get(name)
+    while isinstance(found, Rebound):
+        yield found
+        found = found.previous
 
 
 class BypassedGenerate(Rebound):

@@ -10,7 +10,10 @@ import sys
 def printable(text: str) -> str:
     """``text`` as the standard output can show it: a table must not end a training run on an ASCII terminal."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
+    try:
+        return text.encode(encoding).decode(encoding)
+    except UnicodeEncodeError:
+        return text.replace(" · ", ", ").encode(encoding, "replace").decode(encoding)
 
 
 def table(lines: list[tuple[str, ...]]) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_liger.call_sites import call_site
 from lightning_liger.calls import BackboneCalls, HeadCalls
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.kernels.report import KernelReport
 from lightning_liger.printing import table
+from lightning_liger.proof.report import ProofReport
 
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
@@ -162,7 +162,7 @@ class HeadReport(Feature):
         """Logits were computed in full for ``operator``; the first call site of each is kept."""
         self.log.add(head, rows, loss=False)
         if operator not in self.materialised_by:
-            self.materialised_by[operator] = _call_site()
+            self.materialised_by[operator] = call_site()
 
     @property
     def skipped_fraction(self) -> float:
@@ -179,16 +179,6 @@ class HeadReport(Feature):
         }
 
 
-def _call_site() -> str:
-    """``file:line`` of the user's code: the innermost frame outside of torch and this package."""
-    own = ("/lightning_liger/", "/torch/")
-    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
-        path = frame.filename.replace("\\", "/")
-        if not any(part in path for part in own):
-            return f"{frame.filename}:{frame.lineno}"
-    return "unknown"
-
-
 @dataclass
 class Report:
     """The whole of it; :meth:`to_dict` for machines, :meth:`rows` for people."""
@@ -199,6 +189,7 @@ class Report:
     sharding: ShardingReport | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     batching: BatchingReport = field(default_factory=BatchingReport)
+    proof: ProofReport = field(default_factory=ProofReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     meter: dict[str, Any] = field(default_factory=dict)
@@ -223,6 +214,7 @@ class Report:
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "memory_plan": dict(self.memory),
             "token_batches": self.batching.to_dict(),
+            "proof": self.proof.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
             "meter": dict(self.meter),
@@ -233,6 +225,7 @@ class Report:
         self.padding.restart()
         self.head.restart()
         self.kernels.restart()
+        self.proof = ProofReport()
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
@@ -253,6 +246,7 @@ class Report:
             *self.kernels.rows(),
             *([] if self.sharding is None else [self.sharding.row()]),
             *self.batching.rows(),
+            *self.proof.rows(),
         ]
 
     def _padding_did(self) -> str:
@@ -290,7 +284,7 @@ class Report:
                 f"{self.padding.title}: {self.padding.padded_runs} of {self.padding.calls} calls ran a second time, "
                 "padded, because padded positions were read"
             )
-        return lines + self.kernels.reasons() + self.batching.reasons() + self.notes
+        return lines + self.kernels.reasons() + self.batching.reasons() + self.proof.reasons() + self.notes
 
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""

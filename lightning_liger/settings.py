@@ -5,9 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, get_args
 
-from lightning_liger.choices import Attention, Auto, Budget, HeadBackend, KernelChoice, LossNormalization, Overlong
+from lightning_liger.choices import (
+    Attention,
+    Auto,
+    Budget,
+    HeadBackend,
+    KernelChoice,
+    LossNormalization,
+    Overlong,
+    Verify,
+)
 from lightning_liger.kernels.options import check_choice
 
 
@@ -48,6 +58,10 @@ class Settings:
             the next of these (beyond the largest: multiples of it).
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
+        verify: Prove in an early training step that what was applied ran. ``"warn"`` says what did
+            not; ``"strict"`` ends the training there; ``"off"`` asks nothing.
+        profile: A directory that keeps the trace of the third training step, for TensorBoard, Perfetto or
+            ``chrome://tracing``, with a range for every module (NVTX ranges too, on CUDA). None keeps nothing.
         verbose: Print the report after the first training step.
 
     Raises:
@@ -66,6 +80,8 @@ class Settings:
     loss_normalization: LossNormalization = "batch"
     shape_buckets: bool | Auto | Sequence[int] = "auto"
     bf16: bool = True
+    verify: Verify = "warn"
+    profile: str | Path | None = None
     verbose: bool = True
 
     def __post_init__(self) -> None:
@@ -82,6 +98,9 @@ class Settings:
         object.__setattr__(self, "shape_buckets", _sizes(self.shape_buckets))
         if self.shape_buckets not in (False, "auto") and not self.padding_free:
             raise ValueError("shape_buckets=... is about batches without padding, but padding_free=False.")
+        _one_of("verify", self.verify, get_args(Verify))
+        if self.profile is not None and (not isinstance(self.profile, (str, Path)) or not str(self.profile)):
+            raise ValueError(f"profile={self.profile!r}: expected a directory for the trace of one training step.")
         _one_of("overlong", self.overlong, get_args(Overlong))
         budget = self.max_tokens_per_batch
         named = (None, *get_args(Budget))

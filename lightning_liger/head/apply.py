@@ -24,6 +24,8 @@ from lightning_liger.report import HeadReport
 class LazyHead(Rebound):
     """``forward`` of one ``nn.Linear`` whose outputs are vocabulary entries."""
 
+    feature = "head+loss"
+
     def __init__(self, module: nn.Module, switch: Switch, report: HeadReport, backend: str) -> None:
         super().__init__(module, switch)
         self.report = report
@@ -41,6 +43,7 @@ class LazyHead(Rebound):
         self.look_for_shards()
         in_pieces = _in_pieces(self.module, self._gathering)
         if in_pieces is not None:
+            self.why = in_pieces
             self.report.refuse(in_pieces)
             return self.original(*args, **kwargs)
         if not isinstance(hidden, LazyRows) and hidden.shape[:-1].numel() == 0:
@@ -52,6 +55,7 @@ class LazyHead(Rebound):
             return self.original(*args, **kwargs)  # a mismatch that PyTorch reports by itself
         backend = resolve_backend(self.backend, hidden.device)
         self.report.name(backend)
+        self.runs += 1
         hold = self._hold(weight)
         return LazyRows.logits(hidden, Head(weight, bias, dtype, backend, self.report, hold, habits=self.habits))
 

@@ -44,8 +44,17 @@ class KernelBinding(Rebound):
         self.dtypes = dtypes
         self.has_run = False
 
+    @property
+    def feature(self) -> str:  # type: ignore[override]
+        return self.report.title
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        return self.report.kernels
+
     def ran(self) -> None:
         """Count one call of the kernel."""
+        self.runs += 1
         self.report.calls += 1
         if not self.has_run:
             self.has_run = True
@@ -53,6 +62,7 @@ class KernelBinding(Rebound):
 
     def aside(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Run the original code, and count why."""
+        self.why = reason
         self.report.ran_original(f"{type(self.module).__name__}: {reason}")
         return self.original(*args, **kwargs)
 

@@ -87,6 +87,7 @@ class RopeBinding(KernelBinding):
         return self._forward(self.module, *args, **kwargs)
 
     def _aside(self, reason: str) -> None:
+        self.why = reason
         self.report.ran_original(f"{type(self.module).__name__}: {reason}")
 
 

@@ -25,10 +25,12 @@ from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import Backend
 from lightning_liger.padding.backends.traced import TracedCall, traced_attention
 from lightning_liger.padding.layout import Layout
-from lightning_liger.patching import Rebound
+from lightning_liger.patching import Rebound, bindings_of
 from lightning_liger.report import PaddingReport
 
 PACKED = "liger_packed"
+_FLASH = ("fa4", "fa3", "fa2", "varlen")
+_KERNELS = ("flash", "fmha", "attn", "attention")
 _INSIDE: ContextVar[bool] = ContextVar("lightning_liger_packed_call", default=False)
 
 
@@ -43,9 +45,12 @@ class PackedCall:
     asks: set[str] = field(default_factory=set)
     chosen: dict[object, tuple[Features, Backend]] = field(default_factory=dict)
 
-    def attended(self, backend: str) -> None:
-        """A layer has used this backend."""
+    def attended(self, backend: str, layer: nn.Module) -> None:
+        """``layer`` has used this backend."""
         self.report.attended(backend)
+        for binding in bindings_of(layer):
+            if isinstance(binding, PackedAttention):
+                binding.attended(backend)
 
     def drop(self, reason: str) -> None:
         """A backend was not used that could have been."""
@@ -107,7 +112,18 @@ def _own_functions(module: nn.Module) -> Iterator[Any]:
 class PackedAttention(Rebound):
     """``forward`` of one attention layer: switches the interface over for packed calls, first run or recomputed."""
 
+    feature = "attention"
     by_positions = False
+    backend = ""
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        return _KERNELS if self.backend in _FLASH else ()
+
+    def attended(self, backend: str) -> None:
+        """The layer's attention was computed by ``backend``."""
+        self.backend = backend
+        self.runs += 1
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if packed_call_of(kwargs) is not None:
@@ -193,7 +209,7 @@ def _attend(
         raise PackingError(f"{name} attends over another length than the packed batch has")
     asked = packed_call.backend
     if asked == "auto" and packed_call.attn_implementation.startswith("flash"):
-        packed_call.attended(f"{packed_call.attn_implementation}, as the model was loaded")
+        packed_call.attended(f"{packed_call.attn_implementation}, as the model was loaded", module)
         out: Tensor = _original_function(module, packed_call)(module, query, key, value, None, **kwargs)[0]
         return out
     query, key, value = _autocast(query, key, value)
@@ -205,7 +221,7 @@ def _attend(
         packed_call.asks.update(wanted.asked())
         packed_call.chosen[signature] = wanted, choose(asked, wanted, layout, query.device, packed_call.drop)
     features, backend = packed_call.chosen[signature]
-    packed_call.attended(backend.name)
+    packed_call.attended(backend.name, module)
     if backend.run is not None:
         return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None]
     return _per_document(module, query, key, value, packed_call, features, kwargs)[None]

@@ -83,7 +83,8 @@ class PackedBackbone(PaddingFree):
             call = self._named(args, kwargs)
             layout = self._layout(call)
         except (Unsuitable, NotPackable) as reason:
-            self.report.left_padded(str(reason))
+            self.why = str(reason)
+            self.report.left_padded(self.why)
             return self._as_it_is(args, kwargs)
         args, kwargs, call = ordinary((args, kwargs, call))
         try:
@@ -101,6 +102,7 @@ class PackedBackbone(PaddingFree):
                 raise
             self.leave_padded(str(reason), training=torch.is_grad_enabled())
             return self.original(*args, **kwargs)
+        self.runs += 1
         self.report.packed(layout, self._shaped(layout))
         return output
 

@@ -17,6 +17,8 @@ class PaddingFree(Rebound):
         off: why calls with gradients (True) or without (False) keep their padding.
     """
 
+    feature = "padding"
+
     def __init__(self, module: nn.Module, switch: Switch, report: PaddingReport) -> None:
         super().__init__(module, switch)
         self.report = report
@@ -32,7 +34,7 @@ class PaddingFree(Rebound):
     def leave_padded(self, reason: str, *, training: bool) -> None:
         """Run later calls of this kind (with gradients or without) as they are."""
         if training not in self.off:
-            self.off[training] = reason
+            self.off[training] = self.why = reason
             self.report.switched_off(type(self.module).__name__, reason, training=training)
 
 

@@ -26,6 +26,7 @@ GROUPS = {
     "company": (
         "test_copies.py",
         "test_isolation.py",
+        "test_proof.py",
         "test_refusals.py",
         "test_sharding.py",
         "test_trainers.py",

@@ -81,7 +81,8 @@ class PackedDecoder(PaddingFree):
         try:
             layout = self._layout(call, ids)
         except (Unsuitable, NotPackable) as reason:
-            self.report.left_padded(str(reason))
+            self.why = str(reason)
+            self.report.left_padded(self.why)
             return self.original(*args, **kwargs)
         if not self._agrees(args, kwargs, layout):
             return self.original(*args, **kwargs)
@@ -92,6 +93,7 @@ class PackedDecoder(PaddingFree):
         except PackingError as reason:
             self.leave_padded(str(reason), training=training)
             return self.original(*args, **kwargs)
+        self.runs += 1
         self.report.packed(layout)
         return output
 

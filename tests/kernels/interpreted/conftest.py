@@ -18,7 +18,14 @@ import liger_interpreter  # noqa: E402, F401
 warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
 
 # The comparison takes half of the time of tests that are about something else; there, each question is asked once.
-ABOUT_SOMETHING_ELSE = ("test_copies", "test_isolation", "test_refusals", "test_sharding", "test_trainers")
+ABOUT_SOMETHING_ELSE = (
+    "test_copies",
+    "test_isolation",
+    "test_proof",
+    "test_refusals",
+    "test_sharding",
+    "test_trainers",
+)
 _VERDICTS: dict[object, Any] = {}
 
 
