@@ -35,6 +35,10 @@ COMMANDS: dict[str, Subcommand] = {
     "validate": Subcommand(_TRAINING, "evaluate on the validation data, configured like fit", named=True),
     "test": Subcommand(_TRAINING, "evaluate on the test data, configured like fit", named=True),
     "predict": Subcommand(_TRAINING, "predict, configured like fit", named=True),
+    "inspect": Subcommand(
+        "lightning_liger.cli.inspect", "show what would be accelerated in a model, without training it"
+    ),
+    "doctor": Subcommand("lightning_liger.cli.doctor", "check packages, devices and drivers, with remedies"),
     "bench": Subcommand("lightning_liger.cli.bench", "measure what each feature is worth on your module and data"),
     "export": Subcommand("lightning_liger.cli.export", "write a Hugging Face model from a Lightning checkpoint"),
 }
