@@ -22,11 +22,15 @@ from lightning_liger.padding.backends.traced import TracedCall, why_not_traced
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
+# each costs a compilation of some seconds; code for any size is a little slower
+_SIZES = 6
 _NUMBERS = itertools.count()
 _CACHES = ("past_key_values", "cache", "past_key_value", "layer_past")
 
 
 def _block(module: nn.Module, previous: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    longest = kwargs["packed_call"].longest
+    kwargs = {**kwargs, "max_length_q": longest, "max_length_k": longest}
     if previous is None:
         # written so that Dynamo sees which function is meant
         return type(module).forward(module, *args, **kwargs)
@@ -51,8 +55,8 @@ class Graphs:
     backend: str | Callable[..., Any]
     refuse: Callable[[str], None]
     _made: dict[Any, Callable[..., Any]] = field(default_factory=dict)
-    _attention: dict[Any, str] = field(default_factory=dict)
     _off: dict[type, str] = field(default_factory=dict)
+    _sizes: dict[type, set[int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         return self
@@ -67,12 +71,16 @@ class Graphs:
         self._off[type(module)] = reason
         self.refuse(f"{name} is not compiled: {reason}")
 
-    def function(self, module: nn.Module, shape: Any) -> Callable[..., Any]:
-        """The compiled block of this kind, for calls of this shape."""
-        key = (type(module), shape)
+    def function(self, module: nn.Module, size: int) -> Callable[..., Any]:
+        """The compiled block of this kind for batches of ``size`` tokens; after some sizes one for all others."""
+        kind = type(module)
+        sizes = self._sizes.setdefault(kind, set())
+        if len(sizes) < _SIZES:
+            sizes.add(size)
+        key = (kind, torch.is_grad_enabled(), size if size in sizes else None)
         if key not in self._made:
-            own = _own_code(type(module).__name__)
-            self._made[key] = torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
+            own = _own_code(kind.__name__)
+            self._made[key] = torch.compile(own, fullgraph=True, dynamic=size not in sizes, backend=self.backend)
         return self._made[key]
 
 
@@ -98,15 +106,16 @@ class CompiledBlock(Rebound):
         backend = self._backend(packed, args, kwargs)
         if not backend:
             return self.original(*args, **kwargs)
-        kwargs = {**kwargs, "packed_call": TracedCall(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], backend)}
-        shape = (tuple(packed.layout.shape_key), torch.is_grad_enabled())
-        run = self.graphs.function(self.module, shape)
+        layout = packed.layout
+        traced = TracedCall.of(kwargs["cu_seq_lens_q"], layout.longest, backend)
+        given = {**kwargs, "packed_call": traced, "max_length_q": None, "max_length_k": None}
+        run = self.graphs.function(self.module, layout.size)
         try:
             with self._traceable():
-                return run(self.module, self.previous, args, kwargs)
+                return run(self.module, self.previous, args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
             self.graphs.switch_off(self.module, _short(error))
-            return self.original(*args, **{**kwargs, "packed_call": packed})
+            return self.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a block recomputed in backward must be the block that ran, even when the switch went off in between

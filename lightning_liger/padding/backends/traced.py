@@ -18,6 +18,7 @@ from lightning_liger.padding.backends.documents import by_torch, plain
 from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import BACKENDS, Backend
 
+_NOTHING = torch.empty(1)
 _RUNS = {backend.name: backend.run for backend in BACKENDS}
 
 
@@ -41,13 +42,30 @@ class Boundaries:
 class TracedCall:
     """Stands for a packed call among the keywords of a block that is compiled.
 
+    How many documents there are and how long the longest may be are sizes of tensors here, which compiled code can be
+    told to take as they come.
+
     Attributes:
+        cu_seqlens: int32 ``(documents + 1,)``.
+        room: ``(longest,)``; its values mean nothing.
         backend: name of the attention backend.
     """
 
     cu_seqlens: Tensor
-    longest: int
+    room: Tensor
     backend: str
+
+    @staticmethod
+    def of(cu_seqlens: Tensor, longest: int, backend: str) -> TracedCall:
+        """With both sizes left open."""
+        room = _NOTHING.expand(longest)
+        for tensor in (cu_seqlens, room):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return TracedCall(cu_seqlens, room, backend)
+
+    @property
+    def longest(self) -> int:
+        return self.room.shape[0]
 
 
 def why_not_traced(backend: Backend, features: Features) -> str:
