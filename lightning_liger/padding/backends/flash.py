@@ -6,7 +6,6 @@ empty, which a :class:`Layout` guarantees: an empty one can hang a backward kern
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +40,16 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Feat
     return _first(varlen_attn(q, k, v, cu, cu, longest, longest, scale=features.scale, window_size=window, **extra))
 
 
-@functools.cache
-def _takes_enable_gqa() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
+# Not functools.cache, which Dynamo looks through: a signature cannot be read in code that is being traced.
+_TAKES_GQA: list[bool] = []
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+def _takes_enable_gqa() -> bool:
+    if not _TAKES_GQA:
+        from torch.nn.attention.varlen import varlen_attn
+
+        _TAKES_GQA.append("enable_gqa" in inspect.signature(varlen_attn).parameters)
+    return _TAKES_GQA[0]
 
 
 def flash_2(q: Tensor, k: Tensor, v: Tensor, layout: Layout, features: Features, sinks: Tensor | None) -> Tensor:
