@@ -293,7 +293,7 @@ class Report:
             why = "see below" if reasons else "no transformers model and no language-model head was found"
             return "\n".join([f"lightning-liger: nothing to accelerate ({why}); everything runs as it is", *reasons])
         columns = ("feature", "applied to", "first training step")
-        return "\n".join(["lightning-liger", table([columns, *self.rows()]), *reasons])
+        return "\n".join(["lightning-liger", table(columns, self.rows()), *reasons])
 
 
 def _where(feature: Feature, unit: str) -> str:

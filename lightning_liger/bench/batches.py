@@ -20,12 +20,16 @@ class Contents:
         tokens: without padding; None if the batch holds none that can be counted.
         lengths: tokens of each row, ``()`` where they cannot be counted.
         positions: with padding.
+        labels: rows that a loss is over; None where no tensor is named so.
+        parts: tensors of tokens; 2 for pairs of answers.
         checksum: equal for equal batches.
     """
 
     tokens: int | None
     lengths: tuple[int, ...]
     positions: int
+    labels: int | None
+    parts: int
     checksum: int
 
 
@@ -55,7 +59,15 @@ def contents(batch: Any) -> Contents:
             lengths = tuple(tokens_of(_row(batch, i, rows)) for i in range(rows))
         except NoLength:
             lengths = ()
-    return Contents(sum(lengths) if lengths else None, lengths, positions, sum(map(_checksum, parts.values())))
+    labels = [v for k, v in parts.items() if k.endswith("labels") and v.dim() == 2]
+    return Contents(
+        tokens=sum(lengths) if lengths else None,
+        lengths=lengths,
+        positions=positions,
+        labels=sum(int((v[:, 1:] != -100).sum()) for v in labels) if labels else None,
+        parts=max(len(ids), 1),
+        checksum=sum(map(_checksum, parts.values())),
+    )
 
 
 def _checksum(values: Tensor) -> int:

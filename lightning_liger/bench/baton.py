@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_liger.bench.batches import Contents, contents, whole_numbers
+from lightning_liger.bench.batches import contents, whole_numbers
 from lightning_liger.bench.clock import Clock
 from lightning_liger.bench.memory import PeakMemory, room
 from lightning_liger.bench.messages import GO, Plan, Ready, Turn
+from lightning_liger.bench.work import Work, peak_flops
 from lightning_liger.trees import callback_bases
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class Baton(_Base):
         return self._memory.read() if self._memory is not None else 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._pipe.send(Ready(_name(self._device), self._device.type, str(trainer.precision)))
+        self._work = Work(pl_module)
+        peak = peak_flops(self._device, trainer)
+        self._pipe.send(Ready(_name(self._device), self._device.type, str(trainer.precision), peak))
         self._steps_before = trainer.global_step
         self._wait(trainer)
 
@@ -85,6 +88,7 @@ class Baton(_Base):
         steps = [[contents(batch) for batch in batches] for batches in self._batches]
         self.largest = max(self.largest, *(c.positions for step in steps for c in step))
         counted = all(c.tokens is not None for step in steps for c in step)
+        flops = [self._work.of(step) for step in steps]
         needs, free = room(self._device)
         return Turn(
             seconds=seconds,
@@ -93,14 +97,11 @@ class Baton(_Base):
             largest=self.largest,
             losses=tuple(map(_mean, self._losses)),
             checksums=tuple(sum(c.checksum for c in step) for step in steps),
-            flops=self._flops(steps),
+            flops=None if any(f is None for f in flops) else tuple(f or 0.0 for f in flops),
             peak_memory=self.peak_memory(),
             needs=needs,
             free=free,
         )
-
-    def _flops(self, steps: list[list[Contents]]) -> tuple[float, ...] | None:
-        return None
 
     def failed(self) -> None:
         """The run ends in an error: look at the batch that it was in."""

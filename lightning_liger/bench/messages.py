@@ -39,11 +39,13 @@ class Ready:
         device: its name, ``"NVIDIA H200"``.
         kind: ``"cuda"``, ``"cpu"``, ...
         precision: of the Trainer.
+        peak_flops: FLOP/s of the device in that precision; None where it says nothing.
     """
 
     device: str
     kind: str
     precision: str
+    peak_flops: float | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class Row:
     """One variant.
 
     Attributes:
+        peak_flops: FLOP/s of the device in the precision that is computed in; None where it is not known.
         warm_ups: one per run; not measured, but their losses are compared.
         turns: measured ones.
         runs: turns of each run on end, the warm-up first.
@@ -28,6 +29,7 @@ class Row:
 
     variant: Variant
     precision: str = ""
+    peak_flops: float | None = None
     warm_ups: list[Turn] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     runs: list[list[Turn]] = field(default_factory=list)
@@ -134,7 +136,6 @@ class Comparison:
 
     Attributes:
         order: how they took turns, see :mod:`lightning_liger.bench.schedule`.
-        peak_flops: of the device in the precision that is computed in; None where it is not known.
     """
 
     plan: Plan
@@ -142,7 +143,6 @@ class Comparison:
     name: str = ""
     device: str = ""
     order: str = ""
-    peak_flops: float | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -195,7 +195,7 @@ class Comparison:
 
     def mfu(self, row: Row) -> float | None:
         rate = row.flops_per_second
-        return None if rate is None or not self.peak_flops else rate / self.peak_flops
+        return None if rate is None or not row.peak_flops else rate / row.peak_flops
 
     def problems(self) -> list[str]:
         """What makes the comparison worthless, or a variant wrong."""
@@ -224,7 +224,6 @@ class Comparison:
             "device": self.device,
             "order": self.order,
             "plan": asdict(self.plan),
-            "peak_flops": self.peak_flops,
             "seconds": round(self.seconds, 1),
             "notes": list(self.notes),
             "problems": self.problems(),
@@ -251,6 +250,7 @@ class Comparison:
                 "speedup": self.speedup(row),
                 "speedup_of_rounds": self.speedup_of_turns(row),
                 "flops_per_second": row.flops_per_second,
+                "peak_flops": row.peak_flops,
                 "mfu": self.mfu(row),
                 "peak_memory_bytes": row.peak_memory,
                 "memory_ratio": self.memory_ratio(row),

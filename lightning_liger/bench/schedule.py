@@ -139,7 +139,7 @@ class Schedule:
         if isinstance(ready, Ready):
             self._plain = self._plain or ready
             self.result.device = self.result.device or ready.device
-            row.precision = ready.precision
+            row.precision, row.peak_flops = ready.precision, ready.peak_flops
             answer = worker.turn()
         if self._failed(row, answer):
             return False

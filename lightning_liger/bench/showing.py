@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_liger.bench.results import Comparison, Row
-from lightning_liger.tables import table
+from lightning_liger.printing import table
 
 _WIDTH = 100
 _EMPTY = "–"

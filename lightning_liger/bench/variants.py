@@ -43,7 +43,9 @@ class Variant:
         for option, values in self.defaults.items():
             if not made.get(option):
                 made.update(values)
-        return {**made, **(self.options or {}), "verbose": False}
+        # what a proof costs is paid once, and is no part of a step
+        quiet = {"verbose": False, "verify": "off", "profile": None}
+        return {**made, **(self.options or {}), **{k: v for k, v in quiet.items() if k in known}}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ _FEATURES = (
         "padding",
         "+padding-free",
         "the model computes real tokens only; your batches stay as they are",
-        {"padding_free": False, "attention": "auto"},
+        {"padding_free": False, "attention": "auto", "shape_buckets": "auto"},
     ),
     _Feature(
         "batches",

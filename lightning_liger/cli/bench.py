@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     _check(given)
     from lightning_liger.bench.measuring import measure
     from lightning_liger.bench.showing import show
-    from lightning_liger.tables import printable
+    from lightning_liger.printing import printable
 
     builds = _builds(given)
     results = []

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 def show(checks: list[Check]) -> str:
     """The checks as text: a table, then remedies."""
     import lightning_liger
-    from lightning_liger.tables import printable, table
+    from lightning_liger.printing import printable, table
 
     counts = Counter(check.status for check in checks)
     title = f"lightning-liger {lightning_liger.__version__} on {platform.system()} {platform.machine()}"

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _shown(target: str, what: dict[str, Any], report: Any) -> str:
-    from lightning_liger.tables import printable, table
+    from lightning_liger.printing import printable, table
 
     size = what["parameters"]
     count = f"{size / 1e6:,.1f} M" if size >= 1e6 else f"{size:,}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import jobs
 import pytest
+import torch
 
+from lightning_liger.bench.batches import contents, whole_numbers
 from lightning_liger.bench.job import Job, NoJob, as_job
 from lightning_liger.bench.measuring import measure
 from lightning_liger.bench.messages import Plan
 from lightning_liger.bench.schedule import IN_ROUNDS, SIDE_BY_SIDE
 from lightning_liger.bench.showing import show
+from lightning_liger.bench.work import Work
 
 
 def test_variants_take_turns_on_the_same_batches() -> None:
@@ -62,6 +65,20 @@ def test_what_a_build_function_may_return() -> None:
         as_job(jobs.no_module())
     with pytest.raises(NoJob, match="trainer_options must be a dict"):
         as_job((module, data, "bf16"))
+
+
+def test_operations_are_those_of_real_tokens_and_labels() -> None:
+    module = jobs.Ordinary()
+    batch = next(iter(jobs.loader()))
+    work, held = Work(module), contents(whole_numbers(batch))
+    layers = sum(p.numel() for n, p in module.model.model.layers.named_parameters() if "norm" not in n)
+    pairs = sum(n * (n + 1) // 2 for n in jobs.LENGTHS[:4])
+    assert held.tokens == sum(jobs.LENGTHS[:4]) and held.labels == held.tokens - 4
+    attention = 2 * 3 * 4 * 32 * pairs  # layers, forward and backward, two products, width
+    # the embedding trains, so that every product has both of its gradients
+    expected = 6 * layers * held.tokens + attention + 6 * 32 * jobs.VOCAB * held.labels
+    assert work.of([held, held]) == pytest.approx(2 * expected)
+    assert Work(torch.nn.Linear(2, 2)).of([held]) is None
 
 
 def test_the_callback_of_the_job_says_how_features_are_measured() -> None:

@@ -60,7 +60,7 @@ def test_numbers() -> None:
     assert fast.padding == 0.5 and result.deviation(fast) == 0 and result.problems() == []
     assert result.memory_ratio(fast) == pytest.approx(2.0 / 4.0)
     assert result.mfu(fast) is None
-    result.peak_flops = 8e9
+    fast.peak_flops = 8e9
     assert result.mfu(fast) == pytest.approx(4e9 / 5 / 8e9)
     assert json.loads(json.dumps(result.to_dict()))["variants"][1]["speedup"] == pytest.approx(4.0)
 
@@ -122,7 +122,7 @@ def test_each_variant_has_one_feature_more() -> None:
 def test_tokens_of_a_batch() -> None:
     ids = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 0, 0, 0]])
     named = contents(whole_numbers({"input_ids": ids, "attention_mask": (ids != 0).long(), "pixels": torch.rand(2, 3)}))
-    assert (named.tokens, named.lengths, named.positions) == (5, (3, 2), 10)
+    assert (named.tokens, named.lengths, named.positions, named.labels, named.parts) == (5, (3, 2), 10, None, 1)
     pairs = contents(
         whole_numbers(
             {
@@ -133,7 +133,9 @@ def test_tokens_of_a_batch() -> None:
             }
         )
     )
-    assert (pairs.tokens, pairs.positions) == (13, 18)
+    assert (pairs.tokens, pairs.positions, pairs.parts) == (13, 18, 2)
+    labels = torch.tensor([[7, -100, 7, -100, -100], [8, 9, -100, -100, -100]])
+    assert contents(whole_numbers({"input_ids": ids, "labels": labels})).labels == 2  # the first of a row is no target
     listed = contents(whole_numbers([ids, (ids != 0).long(), ids]))
     assert listed.tokens == 5
     assert contents(whole_numbers((torch.rand(2, 5),))).tokens is None
