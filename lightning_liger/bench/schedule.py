@@ -112,7 +112,8 @@ class Schedule:
                 begun = False
                 if not row.failure:
                     self._end(worker, row)
-                if row.failure:  # what is left of it must not weigh on the next one
+                # what is left of a failed run must not weigh on the next one; nor must what an allocator of the CPU keeps
+                if row.failure or self._plain is None or self._plain.kind == "cpu":
                     self._close(worker)
                     worker = None
 
