@@ -188,7 +188,7 @@ class LigerCallback(_Base):
         self._hooks = [] if self._batches is None else [self._batches]
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
-        self._hooks.append(Meter(self.report, self.settings.head))
+        self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
         if self.settings.verify != "off" or self.settings.profile is not None:
             self._hooks.append(KernelProof(self._handle, self.settings.verify, self.settings.profile, self._say))
         self._first_batch = True

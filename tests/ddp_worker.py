@@ -157,6 +157,10 @@ def check_sums(run: Run) -> None:
     whole = sum(float(s[0]) for s in seen)
     positions = torch.tensor([float(sum(b["input_ids"].numel() for b in _data()))], device=DEVICE)
     dist.all_reduce(positions)
+    ranks = run.report["meter"]["ranks"]
+    assert len(ranks) == 2 and sum(r["tokens_per_second"] for r in ranks) >= 0.99 * rate
+    # a mean over two ranks, and what the busier one has above it
+    assert 0 < meter["liger/rank_imbalance"] < 1 and 0 < meter["liger/mfu"] <= meter["liger/hfu"]
     # both figures are sums over the ranks: their ratio tells a sum from an extrapolation
     assert abs(meter["liger/padding_fraction"] - (1 - whole / float(positions))) < 1e-6
 

@@ -1,24 +1,28 @@
-"""Rates, utilisation and memory of a training, without asking the device for anything per batch."""
+"""Rates, utilisation, memory and the time of a step, without asking the device for anything per batch."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_liger.calls import BackboneCall
 from lightning_liger.data.ranks import data_parallel
 from lightning_liger.hooks import TrainingHooks
-from lightning_liger.meter.flops import Flops
+from lightning_liger.meter.advice import advice
+from lightning_liger.meter.counting import Counting
 from lightning_liger.meter.memory import peak_memory_gb, reserved_memory_gb
-from lightning_liger.meter.operations import Operations, tokens_of
-from lightning_liger.meter.peaks import ceiling
-from lightning_liger.meter.window import PREFIX, Sums, over_ranks, rates
+from lightning_liger.meter.phases import Stopwatch
+from lightning_liger.meter.smoothness import Smoothness
+from lightning_liger.meter.utilisation import Utilisation
+from lightning_liger.meter.window import PREFIX, Ranks, Sums, gathered, over_ranks, rates
+from lightning_liger.patching import inside_compiled
 from lightning_liger.report import Report
 
 IN_PROGRESS_BAR = (f"{PREFIX}tokens_per_second", f"{PREFIX}mfu")
-_WATCHED_BATCH = 1  # the first one after what is compared and chosen in the very first
+_HARVEST = 64  # steps
 
 
 class Meter(TrainingHooks):
@@ -28,22 +32,30 @@ class Meter(TrainingHooks):
     collective. Ranks add their own tokens; the window is the slowest rank's, so that the sum is what the job really did.
 
     Args:
-        report: whose counters are read, and which is told the metrics.
+        report: whose logs are read, and which is told the metrics.
         head: path of the head, where the user has named one.
+        wrap: replaces an attribute of an object until the end of the training.
+        say: tells the user something.
     """
 
-    def __init__(self, report: Report, head: str | None = None) -> None:
+    def __init__(
+        self,
+        report: Report,
+        head: str | None = None,
+        wrap: Callable[[Any, str, Any], None] = setattr,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._report = report
-        self._head = head
-        self._operations: Operations | None = None
-        self._watching = False
-        self._earlier: list[BackboneCall] = []
-        self._dtype = torch.float32
-        self._batches = 0
-        self._logged = False
-        self._flops = Flops()
-        self._window, self._whole = Sums(), Sums()
-        self._listen()
+        self._wrap = wrap
+        self._say = say
+        self._logged = self._advised = False
+        self._counting = Counting(report, head)
+        self._smoothness = Smoothness()
+        self._stopwatch: Stopwatch | None = None
+        self._utilisation: Utilisation | None = None
+        self._whole = Sums()
+        self._last_window: Sums = Sums()
+        self._last_ranks: Ranks = Ranks(1, Sums(), Sums(), {}, {})
         self._restart()
 
     def _restart(self) -> None:
@@ -55,64 +67,60 @@ class Meter(TrainingHooks):
     # -- following the training --------------------------------------------------------------------------------------
 
     def begin_training(self, trainer: Any, module: Any) -> None:
-        self._dtype = _computed_in(trainer, module)
-        self._read_model(module)
-        self._listen()
+        self._counting.begin(trainer, module)
+        device = trainer.strategy.root_device
+        self._stopwatch, self._utilisation = Stopwatch(device), Utilisation(device)
+        self._utilisation.sample()  # the first one loads the driver's library
+        self._utilisation.take()
+        self._stopwatch.start()
         self._restart()
 
-    def _read_model(self, module: Any) -> None:
-        self._operations = Operations(module, self._head)
-        if not self._operations.structures:
-            return  # no tokens either: nothing that a utilisation could be missed beside
-        for reason in self._operations.unknown:
-            self._report.note(f"Utilisation (MFU) is not shown: {reason}")
-
-    def _listen(self) -> None:
-        """Forget what was written down until now."""
-        self._earlier = []
-        self._report.padding.log.take()
-        self._report.head.log.take()
-
     def begin_epoch(self, trainer: Any, module: Any) -> None:
-        if self._operations is not None and self._operations.is_stale(module):
-            self._read_model(module)
-            self._batches = 0
+        self._counting.begin_epoch(module)
+        if self._stopwatch is not None:
+            self._stopwatch.start()
 
     def begin_batch(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if self._operations is not None and self._batches == _WATCHED_BATCH:
-            self._watching = True
-            self._earlier = self._report.padding.log.take()
-            self._operations.begin_observing()
+        if self._stopwatch is not None:
+            self._stopwatch.begin()
+            self._stopwatch.follow(trainer.fit_loop, self._wrap)
+        self._counting.begin_batch()
+
+    def before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.mark("forward")
+
+    def after_backward(self, trainer: Any, module: Any) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.mark("backward")
+
+    def before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.look()
 
     def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self._batches += 1
+        if self._stopwatch is not None:
+            self._stopwatch.end(_loss_of(outputs))
+            if self._stopwatch.waiting >= _HARVEST:
+                self._harvest(self._stopwatch)
+        if self._utilisation is not None:
+            self._utilisation.sample()
         self._window.batches += 1
         self._window.steps += not trainer.fit_loop.epoch_loop._should_accumulate()
-        # what the first batch costs is only known once another one was watched
-        if self._watching or self._batches > _WATCHED_BATCH:
-            self._count()
+        self._counting.end_batch(self._window)
         if _loggers_listen(trainer):
-            self._log(trainer, module, self.read(module.device, trainer.strategy))
+            metrics = self.read(module.device, trainer.strategy)
+            self._log(trainer, module, metrics)
+            self._advise(module)
 
-    def _count(self) -> None:
-        """Add what was written down since the last time."""
-        calls, heads = self._report.padding.log.take(), self._report.head.log.take()
-        if self._watching and self._operations is not None:
-            self._watching = False
-            self._operations.end_observing(calls)
-        calls, self._earlier = [*self._earlier, *calls], []
-        tokens, positions, samples = tokens_of(calls)
-        flops = Flops() if self._operations is None else self._operations.of(calls, heads)
-        window = self._window
-        window.tokens += tokens
-        window.positions += positions
-        window.samples += samples
-        window.model += flops.model
-        window.hardware += flops.hardware
-        self._flops += flops
-        self._report.meter.update(
-            model_flops=self._flops.model, attention_flops=self._flops.attention, hardware_flops=self._flops.hardware
-        )
+    def _harvest(self, stopwatch: Stopwatch) -> None:
+        """Add the times and losses of the steps that the device has run by now."""
+        steps = stopwatch.done()
+        for step in steps:
+            self._window.add(step)
+        before = self._smoothness.spikes
+        self._smoothness.add(stopwatch.losses(steps))
+        self._window.spikes += self._smoothness.spikes - before
 
     def _log(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         self._logged = True
@@ -129,81 +137,111 @@ class Meter(TrainingHooks):
             # a training shorter than log_every_n_steps would leave no trace of it
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
+        self._advise(module)
 
     def begin_validation(self, trainer: Any, module: Any) -> None:
         """Evaluation: neither its time nor its tokens count."""
         if self._paused is None:
-            self._count()
+            self._counting.add_to(self._window)
             self._paused = time.perf_counter()
 
     def end_validation(self, trainer: Any, module: Any) -> None:
         if self._paused is not None:
-            self._listen()
+            self._counting.forget()
             self._started += time.perf_counter() - self._paused
             self._paused = None
+            if self._stopwatch is not None:
+                self._stopwatch.start()
 
     def close(self) -> None:
-        if self._operations is not None:
-            self._operations.stop_observing()
-        for log in (self._report.padding.log, self._report.head.log):
-            log.take()
-            log.wanted = False
+        self._counting.close()
 
     # -- readings ----------------------------------------------------------------------------------------------------
 
     def read(self, device: torch.device, strategy: Any) -> dict[str, float]:
         """The metrics of the window that ends now, over all ranks, and a new window. A collective."""
-        self._count()
-        self._window.seconds = time.perf_counter() - self._started
-        metrics = self._metrics(self._window, device, strategy)
-        if self._window.positions:
-            self._whole += self._window
-        self._restart()
-        self._report.metrics.update(metrics)
-        return metrics
+        return self._metrics(self._end_window(), device, strategy)
 
     def overall(self, device: torch.device, strategy: Any) -> dict[str, float]:
         """The metrics of all windows together, the one that ends now included. A collective."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # once per training: steps that are only queued have not been done
-        self._count()
-        self._window.seconds = time.perf_counter() - self._started
-        metrics = self._metrics(self._whole + self._window if self._window.positions else self._whole, device, strategy)
-        self._report.metrics.update(metrics)
+        self._end_window()
+        metrics = self._metrics(self._whole, device, strategy)
+        of_ranks = {
+            "tokens_per_second": self._whole.tokens / self._whole.seconds if self._whole.seconds else 0.0,
+            "peak_memory_gb": peak_memory_gb(device),
+            "reserved_memory_gb": reserved_memory_gb(device) or 0.0,
+            "data_wait_fraction": self._whole.data / self._whole.measured if self._whole.measured else 0.0,
+        }
+        self._report.meter["ranks"] = gathered(of_ranks, strategy.world_size, device)
         return metrics
+
+    def _end_window(self) -> Sums:
+        if self._stopwatch is not None:
+            self._harvest(self._stopwatch)
+        self._counting.add_to(self._window)
+        self._window.seconds = time.perf_counter() - self._started
+        ended = self._window
+        if ended.positions:
+            self._whole += ended
+        return ended
 
     def _metrics(self, sums: Sums, device: torch.device, strategy: Any) -> dict[str, float]:
         world = strategy.world_size
-        others = {"ceiling": self._ceiling(device), "memory": peak_memory_gb(device)}
         reserved = reserved_memory_gb(device)
-        if reserved is not None:
-            others["reserved"] = reserved
+        busy = None if self._utilisation is None else self._utilisation.take()
+        ceiling = self._counting.ceiling(device)
+        others = {
+            "ceiling": ceiling,
+            "blind": float(not ceiling),
+            "memory": peak_memory_gb(device),
+            "reserved": reserved or 0.0,
+            "deviation": self._smoothness.deviation,
+            "losses": float(self._smoothness.count > 1),
+            "busy": busy or 0.0,
+            "asked": float(busy is not None),
+        }
         replicas = data_parallel(strategy)[0] if world > 1 else 1
         ranks = over_ranks(sums, others, world, max(world // max(replicas, 1), 1), device)
-        metrics = rates(ranks, ranks.added["ceiling"])
-        metrics[f"{PREFIX}peak_memory_gb"] = ranks.largest["memory"]
+        metrics = rates(ranks, self._report.batching.budget)
+        added = ranks.added
+        metrics["peak_memory_gb"] = ranks.largest["memory"]
         if reserved is not None:
-            metrics[f"{PREFIX}reserved_memory_gb"] = ranks.largest["reserved"]
-        return metrics
+            metrics["reserved_memory_gb"] = ranks.largest["reserved"]
+            metrics["launch_bound_fraction"] = ranks.total.launches / max(ranks.total.timed, 1.0)
+        if added["asked"]:
+            metrics["gpu_utilization"] = added["busy"] / added["asked"]
+        if added["losses"]:
+            metrics["loss_std"] = added["deviation"] / added["losses"]
+            metrics["loss_spikes"] = ranks.total.spikes
+        named = {f"{PREFIX}{name}": value for name, value in metrics.items()}
+        self._report.metrics.update(named)
+        self._last_window, self._last_ranks = sums, ranks
+        self._restart()
+        return named
 
-    def _ceiling(self, device: torch.device) -> float:
-        """FLOP/s that this rank's device could reach; 0 where operations are not known."""
-        operations = self._operations
-        if operations is None or operations.unknown or self._batches <= _WATCHED_BATCH:
-            return 0.0
-        found = ceiling(device, operations.dtype or self._dtype)
-        self._report.meter["utilisation_of"] = found.text
-        return found.tflops * 1e12
+    def _advise(self, module: Any) -> None:
+        """Say once what would make the training faster."""
+        if self._advised:
+            return
+        found = advice(
+            self._last_window,
+            imbalance=self._last_ranks.imbalance,
+            budget=self._report.batching.budget,
+            compiled=bool(inside_compiled(module)),
+            on_gpu=module.device.type == "cuda",
+        )
+        for text in found:
+            self._advised = True
+            self._report.note(f"To go faster: {text}")
+            self._say(f"lightning-liger: {text}")
 
 
-def _computed_in(trainer: Any, module: Any) -> torch.dtype:
-    """The dtype of products, where none can be watched."""
-    precision = str(getattr(trainer, "precision", ""))
-    if "bf16" in precision:
-        return torch.bfloat16
-    if precision.startswith("16"):
-        return torch.float16
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+def _loss_of(outputs: Any) -> Tensor | None:
+    """What ``training_step`` returned, if that is a scalar in memory of its own."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss if type(loss) is Tensor and loss.numel() == 1 else None
 
 
 def _loggers_listen(trainer: Any) -> bool:

@@ -26,6 +26,7 @@ class _Seen:
     again: int = 0
     rows: int = 0
     gradient: bool = False
+    reentrant: bool = False
 
 
 @dataclass
@@ -43,12 +44,16 @@ class Observation:
     _runs: int = 0
     _seen: dict[nn.Module, _Seen] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _order: dict[nn.Module, int] = field(default_factory=dict)
+    _stretch: nn.Module | None = None
+    _last: set[nn.Module] = field(default_factory=set)
 
     def begin(self) -> None:
         compiled = inside_compiled(self.model)
         modules = [m for m, _ in (*self.structure.products, *self.structure.attentions) if m not in compiled]
         if self.model in compiled or not modules:
             return
+        self._order = {m: i for i, (m, _) in enumerate(self.structure.products)}
         self._handles.append(self.model.register_forward_pre_hook(self._count_run))
         for module in dict.fromkeys(modules):
             self._seen[module] = _Seen()
@@ -67,8 +72,10 @@ class Observation:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if torch._C._current_graph_task_id() != -1:
             seen.again += 1
+            self._note_stretch(module)
         else:
             seen.calls += 1
+            seen.reentrant = not torch.is_grad_enabled()
             if tensors and tensors[0].dim() > 0:
                 seen.rows += tensors[0].shape[:-1].numel()
         floating = [t for t in tensors if t.is_floating_point()]
@@ -76,6 +83,14 @@ class Observation:
             kind = floating[0].device.type
             self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else floating[0].dtype
         seen.gradient = seen.gradient or (torch.is_grad_enabled() and any(t.requires_grad for t in floating))
+
+    def _note_stretch(self, module: nn.Module) -> None:
+        """Which product is the last of a block that is computed again: blocks are, from the last one to the first."""
+        if module not in self._order:
+            return
+        if self._stretch is not None and self._order[module] <= self._order[self._stretch]:
+            self._last.add(self._stretch)
+        self._stretch = module
 
     def learnt(self, positions: int) -> Structure:
         """The structure as the step has shown it.
@@ -85,14 +100,16 @@ class Observation:
         """
         if not self._runs:
             return self.structure
-        kept = _selective(self.model)
+        # checkpointing that is not reentrant stops before the last product, whose result nobody asks for
+        last = self._last | ({self._stretch} if self._stretch is not None else set())
+        kept = self._kept(positions) | {m for m in last if not self._seen[m].reentrant}
         products = []
         for module, product in self.structure.products:
             seen = self._seen.get(module)
             if seen is not None and seen.calls:
                 # experts see the rows that a router sends them: what the structure says is true on average
                 rows = product.rows if product.rows != 1 else min(seen.rows / positions, seen.calls / self._runs)
-                again = min(seen.again / seen.calls, 1.0) * (0.5 if module in kept else 1.0)
+                again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
                 product = replace(product, rows=rows, input_gradient=seen.gradient, recomputed=again)
             products.append((module, product))
         attentions = []
@@ -105,15 +122,21 @@ class Observation:
             attentions.append((module, attention))
         return replace(self.structure, products=tuple(products), attentions=tuple(attentions))
 
-
-def _selective(model: nn.Module) -> set[nn.Module]:
-    """What is inside of blocks that keep attention and every second product for backward."""
-    return {m for block in model.modules() for found in _recomputed(block) for m in found.module.modules()}
+    def _kept(self, tokens: int) -> set[nn.Module]:
+        """Modules that run a second time for nothing: selective checkpointing has kept what they give."""
+        found: set[nn.Module] = set()
+        for block in self.model.modules():
+            for binding in _recomputed(block):
+                level, inside = binding.keeps(tokens), set(block.modules())
+                products = [m for m, _ in self.structure.products if m in inside]
+                found |= {m for i, m in enumerate(products) if level.all or level.keeps_product(i)}
+                found |= {m for m, _ in self.structure.attentions if m in inside and (level.all or level.attention)}
+        return found
 
 
 def _recomputed(block: nn.Module) -> Iterator[Recomputed]:
     binding = block.__dict__.get("forward")
     while isinstance(binding, Rebound):
-        if isinstance(binding, Recomputed) and binding.mode == "selective":
+        if isinstance(binding, Recomputed):
             yield binding
         binding = binding.previous

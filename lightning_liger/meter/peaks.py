@@ -120,7 +120,7 @@ def measure(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> f
     """TFLOP/s of the fastest of some square matrix products. Waits for the device, about ``seconds`` long."""
     sizes = (1024, 4096, 8192) if device.type == "cuda" else (256, 512, 1024)
     generator = torch.Generator(device).manual_seed(0)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     best = 0.0
     for size in sizes:
         # zeros or ones would draw less power, and run faster than what is trained on

@@ -74,6 +74,12 @@ class Recomputed(Rebound):
         self._compiled_level = selection.level(position, tokens)
         self._compiled_contexts = _contexts(self._compiled_level)
 
+    def keeps(self, tokens: int) -> Level:
+        """What this block keeps of a call with so many tokens."""
+        if self.mode != "selective":
+            return Level()
+        return self._selection.level(self._position, tokens)
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self._done_by_others():
             return self.original(*args, **kwargs)

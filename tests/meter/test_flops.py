@@ -155,3 +155,34 @@ def test_a_training_of_an_unmodified_module(kind: str) -> None:
     meter = callback.report.to_dict()["meter"]
     linear = meter["model_flops"] - meter["attention_flops"]
     assert linear == pytest.approx(module.products.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "their own", "reentrant"])
+def test_what_checkpointing_computes_again(mode: str) -> None:
+    from lightning_liger.parallel.recompute import Recomputed
+    from lightning_liger.patching import Switch
+
+    model = causal_lm("llama", num_hidden_layers=3)
+    if mode in ("full", "selective"):
+        for layer in model.model.layers:
+            Recomputed(layer, Switch(True), mode, lambda text: None).bind()
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
+    backbone = model.base_model
+    ids = torch.randint(3, VOCAB, (1, 32))
+
+    def run() -> None:
+        with Products() as products:
+            embedded = backbone.embed_tokens(ids)
+            backbone(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+        counts.append(products.flops)
+
+    counts: list[int] = []
+    operations = Operations(backbone)
+    operations.begin_observing()
+    run()
+    operations.end_observing([BackboneCall(backbone, (1, 32), True, (32,), (32,))])
+    run()
+    products = operations.structures[backbone].cost.products
+    assert 32 * sum(p.forward * (1 + p.recomputed) + p.backward for p in products) == pytest.approx(counts[1])
+    assert counts[1] > 32 * sum(p.forward + p.backward for p in products), "something is computed again"
