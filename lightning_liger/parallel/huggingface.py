@@ -119,14 +119,14 @@ def needed_names(model: Any, state: Mapping[str, Any]) -> list[str]:
         return list(state)
     import peft
 
-    names = {id(value): name for name, value in state.items()}
-    kept: list[str] = []
+    chosen: set[int] = set()
     for adapter in model.peft_config:
-        chosen = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
-        if any(id(value) not in names for value in chosen.values()):
-            return list(state)  # made of other tensors: leave the choice to the writing
-        kept += [names[id(value)] for value in chosen.values()]
-    return list(dict.fromkeys(kept))
+        chosen |= {
+            id(v) for v in peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter).values()
+        }
+    if not chosen <= {id(value) for value in state.values()}:
+        return list(state)  # made of other tensors: leave the choice to the writing
+    return [name for name, value in state.items() if id(value) in chosen]  # of tied ones all names
 
 
 def write(model: Any, state: dict[str, Tensor], out: Path, tokenizer: Any = None, max_shard_size: str = "5GB") -> None:

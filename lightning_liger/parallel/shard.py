@@ -240,8 +240,14 @@ def _broadcast(tensor: torch.Tensor) -> None:
 
 
 def can_be_sharded(parameter: torch.Tensor) -> bool:
-    """Whether FSDP manages it; what it does not, each rank holds whole."""
-    return isinstance(parameter, DTensor) or (parameter.dim() > 0 and parameter.is_floating_point())
+    """Whether FSDP manages it; what it does not, each rank holds whole.
+
+    A quantised weight may be stored as floats, but only the whole of it belongs to its quantisation state, which a
+    sharded parameter no longer carries (``bitsandbytes.nn.Params4bit``).
+    """
+    if isinstance(parameter, DTensor):
+        return True
+    return parameter.dim() > 0 and parameter.is_floating_point() and not hasattr(parameter, "quant_state")
 
 
 def _inside_groups(root: nn.Module) -> set[nn.Module]:

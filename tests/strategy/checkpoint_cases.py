@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import adapter_cases
 import export_cases
 import failure_cases
 import lightning as L
@@ -289,7 +290,7 @@ def names() -> None:
 
 
 def main() -> None:
-    assert export_cases and failure_cases  # have added theirs
+    assert adapter_cases and export_cases and failure_cases  # have added theirs
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
