@@ -24,10 +24,11 @@ from lightning_liger.choices import (
 )
 from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
-from lightning_liger.foreign_strategies import check_clipping, fit_to_strategy
+from lightning_liger.foreign_strategies import DeepSpeedSamples, check_clipping, fit_to_strategy, guess_batch_size
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.meter import Meter
+from lightning_liger.parallel import huggingface
 from lightning_liger.printing import printable
 from lightning_liger.proof.kernels import KernelProof
 from lightning_liger.report import Report
@@ -142,6 +143,7 @@ class LigerCallback(_Base):
         self._check_precision(trainer)
         if stage == "fit":
             check_clipping(trainer, pl_module)
+            guess_batch_size(trainer.strategy, self._wrapped.wrap)
         # Models are born in __init__, setup or configure_model; strategy.setup is the first moment when all are there,
         # and the last before they are wrapped and sharded.
         strategy = trainer.strategy
@@ -185,7 +187,7 @@ class LigerCallback(_Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.report.begin_training()
-        self._hooks = [] if self._batches is None else [self._batches]
+        self._hooks = [] if self._batches is None else [self._batches, DeepSpeedSamples(self._batches.report)]
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
@@ -251,6 +253,7 @@ class LigerCallback(_Base):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.setdefault(huggingface.KEY, huggingface.describe(pl_module))
         if self._batches is not None:
             checkpoint[_TOKEN_BATCHES] = self._batches.state_dict()
 

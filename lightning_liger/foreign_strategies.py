@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+from lightning_liger.data.report import BatchingReport
+from lightning_liger.hooks import TrainingHooks
 from lightning_liger.settings import Settings
 
 
@@ -39,6 +42,41 @@ def check_clipping(trainer: Any, module: Any) -> None:
         "it would raise at the first step. Use strategy='liger_fsdp', or gradient_clip_algorithm='value', or override "
         "configure_gradient_clipping and call self.trainer.model.clip_grad_norm_ there."
     )
+
+
+def guess_batch_size(strategy: Any, wrap: Callable[[Any, str, Any], None]) -> None:
+    """Let DeepSpeed start with loaders that have no batch size: it wants one for its logs, and Lightning asks the loader.
+
+    Args:
+        wrap: replaces an attribute of an object until the end of the ``fit``.
+    """
+    guess = getattr(strategy, "_auto_select_batch_size", None)
+    if guess is None:
+        return
+
+    def known() -> int:
+        try:
+            size = guess()
+        except AttributeError:  # no batch sampler, or one that does not tell
+            size = None
+        return size if isinstance(size, int) and size > 0 else 1
+
+    wrap(strategy, "_auto_select_batch_size", known)
+
+
+class DeepSpeedSamples(TrainingHooks):
+    """Tells DeepSpeed, whose logs count samples, how many there are in a batch that was filled by tokens."""
+
+    def __init__(self, report: BatchingReport) -> None:
+        self._report = report
+
+    def begin_training(self, trainer: Any, module: Any) -> None:
+        engine, report = getattr(trainer.strategy, "model", None), self._report
+        if not hasattr(engine, "set_train_micro_batch_size") or not report.steps:
+            return
+        each = max(1, round(report.samples / (report.steps * trainer.world_size)))
+        engine.set_train_micro_batch_size(each)
+        engine.tput_timer.batch_size = engine.train_batch_size()
 
 
 def _written_by_the_user(method: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.parallel import files, huggingface, sharded, single
+from lightning_liger.parallel import files, huggingface, sharded, single, zero
 from lightning_liger.parallel.checkpoint import module_state
 from lightning_liger.parallel.host import Room, size_of
 from lightning_liger.parallel.pieces import gather, plain_name
@@ -67,7 +67,7 @@ def export_checkpoint(
     """Write a Hugging Face model from a Lightning checkpoint, in one process.
 
     Args:
-        checkpoint: A file or a sharded directory. Tensors stay in the file until they are written.
+        checkpoint: A file, a sharded directory, or the directory of a DeepSpeed strategy. Tensors stay in the file until they are written.
         out, model, dtype, tokenizer, max_shard_size: As in :func:`save_hf`.
         module: The LightningModule, for checkpoints that this package did not save and models with code of their own.
 
@@ -76,14 +76,16 @@ def export_checkpoint(
     """
     source = files.existing(Path(checkpoint))
     weights = lambda at: not str(at[0]).startswith(("optimizer_", "pieces"))  # noqa: E731
-    if source.is_dir():
+    if zero.is_zero(source):
+        loaded = zero.read(source)
+    elif source.is_dir():
         loaded = sharded.read(source, {}, weights, weights_only=False, alone=True)
     else:
         loaded = single.read(source, weights_only=False)
     descriptions = loaded.get(huggingface.KEY, {}) if module is None else huggingface.describe(module)
     if not descriptions:
         raise ValueError(
-            f"{source} does not say which Hugging Face model it is of: it was saved without liger_fsdp. Give the module"
+            f"{source} does not say which Hugging Face model it is of: it was saved without LigerCallback. Give the module"
             " that it belongs to: --module package.module:LightningModuleClass."
         )
     path = huggingface.choose(descriptions, model, {p: d["trains"] for p, d in descriptions.items()})
