@@ -24,7 +24,13 @@ from lightning_liger.choices import (
 )
 from lightning_liger.data.attaching import batch_by_tokens
 from lightning_liger.data.batching import TokenBatches
-from lightning_liger.foreign_strategies import DeepSpeedSamples, check_clipping, fit_to_strategy, guess_batch_size
+from lightning_liger.foreign_strategies import (
+    DeepSpeedSamples,
+    check_clipping,
+    fit_to_strategy,
+    guess_batch_size,
+    is_deepspeed,
+)
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.meter import Meter
@@ -253,7 +259,8 @@ class LigerCallback(_Base):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint.setdefault(huggingface.KEY, huggingface.describe(pl_module))
+        if is_deepspeed(trainer.strategy):  # as liger_fsdp does, for exports without the user's code
+            checkpoint[huggingface.KEY] = huggingface.describe(pl_module)
         if self._batches is not None:
             checkpoint[_TOKEN_BATCHES] = self._batches.state_dict()
 

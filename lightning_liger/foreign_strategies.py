@@ -26,6 +26,11 @@ def fit_to_strategy(strategy: Any, settings: Settings) -> tuple[Settings, list[s
     return dataclasses.replace(settings, fused_head=False, head=None), [f"Fused LM head + loss: off, because {reason}"]
 
 
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether this is Lightning's ``DeepSpeedStrategy``, of either tree."""
+    return "DeepSpeedStrategy" in {k.__name__ for k in type(strategy).__mro__}
+
+
 def check_clipping(trainer: Any, module: Any) -> None:
     """Say before training what FSDP1 says at its first step.
 
@@ -50,9 +55,9 @@ def guess_batch_size(strategy: Any, wrap: Callable[[Any, str, Any], None]) -> No
     Args:
         wrap: replaces an attribute of an object until the end of the ``fit``.
     """
-    guess = getattr(strategy, "_auto_select_batch_size", None)
-    if guess is None:
+    if not is_deepspeed(strategy):
         return
+    guess = strategy._auto_select_batch_size
 
     def known() -> int:
         try:
@@ -71,9 +76,10 @@ class DeepSpeedSamples(TrainingHooks):
         self._report = report
 
     def begin_training(self, trainer: Any, module: Any) -> None:
-        engine, report = getattr(trainer.strategy, "model", None), self._report
-        if not hasattr(engine, "set_train_micro_batch_size") or not report.steps:
+        report = self._report
+        if not is_deepspeed(trainer.strategy) or not report.steps:
             return
+        engine = trainer.strategy.deepspeed_engine
         each = max(1, round(report.samples / (report.steps * trainer.world_size)))
         engine.set_train_micro_batch_size(each)
         engine.tput_timer.batch_size = engine.train_batch_size()

@@ -85,7 +85,7 @@ def export_checkpoint(
     descriptions = loaded.get(huggingface.KEY, {}) if module is None else huggingface.describe(module)
     if not descriptions:
         raise ValueError(
-            f"{source} does not say which Hugging Face model it is of: it was saved without LigerCallback. Give the module"
+            f"{source} does not say which Hugging Face model it is of: only liger_fsdp and LigerCallback under DeepSpeed say so. Give the module"
             " that it belongs to: --module package.module:LightningModuleClass."
         )
     path = huggingface.choose(descriptions, model, {p: d["trains"] for p, d in descriptions.items()})
