@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_liger.data.planner import Ints
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.data.sampler import Share
-from lightning_liger.data.trial import Trials, worst_batch
+from lightning_liger.data.trial import Trials, worst_batches
 
 KEEP_SAMPLES = "keep_samples"
 AUTO = "auto"
@@ -63,8 +63,15 @@ def choose_share(
         trials = Trials.of(trainer, loader)
         if trials is not None:
             most = max(int(lengths.max()), math.ceil(int(lengths.sum()) / ranks))
+
+            def peak(tokens: int) -> float | None:
+                batches = worst_batches(lengths, tokens)
+                needs = trials.peak(batches)
+                # a few long samples may leave room that others fill
+                return None if needs is None else needs * tokens / max(int(lengths[b].sum()) for b in batches)
+
             found = largest_budget(
-                lambda tokens: trials.peak(worst_batch(lengths, tokens)),
+                peak,
                 start=min(even, most),
                 least=int(lengths.max()),
                 most=most,
@@ -100,7 +107,7 @@ def largest_budget(peak: Callable[[int], float | None], *, start: int, least: in
             )
         too_much, budget = budget, max(least, budget // 2)
         needs = peak(budget)
-    slope = needs / budget  # at most: what does not grow with the batch is in it
+    slope = needs / budget  # at most: what does not grow with the batch may be in it
     for _ in range(_MOST_TRIALS):
         reach = budget + (limit - needs) / max(slope, 1e-9) * _TRUSTED
         following = int(min(reach, _FARTHEST * budget, most))

@@ -18,9 +18,12 @@ from lightning_liger.data.randomness import random_numbers_untouched
 from lightning_liger.data.untouched import module_untouched
 from lightning_liger.head.pending import settle_pending
 
-# Of the memory that this process can have: the rest is for fragments, and for batches of other shapes.
-_USED = 0.8
-_SAMPLED_BUDGETS = 16
+# Of the memory that this process can have: the rest is for what libraries take beside PyTorch, later than the trials do.
+_OURS = 0.95
+# Of what is left of that for activations: they differ from batch to batch, and leave fragments. What weights, gradients
+# and optimizer state take does neither.
+_ACTIVATIONS = 0.85
+_SAMPLED_BUDGETS = 64
 
 
 class CudaMemory:
@@ -36,9 +39,11 @@ class CudaMemory:
         allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         return min(free + torch.cuda.memory_reserved(self._device), allowed)
 
-    def begin(self) -> None:
+    def begin(self) -> int:
+        """Forget the last peak; what is held now."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
@@ -52,9 +57,12 @@ def memory_of(device: torch.device) -> CudaMemory | None:
 class Trials:
     """Runs forward and backward of batches, on every rank the same.
 
+    Gradients are there from the beginning, as they are in training: Lightning clears those of the last step between
+    forward and backward, and accumulated ones stay.
+
     Attributes:
-        limit: bytes that a batch may need, beside the optimizer state that the first step will make; the least of all
-            ranks.
+        limit: bytes that a batch may need, beside weights, gradients, and the optimizer state that the first step will
+            make; the least of all ranks.
         count: steps that were tried.
     """
 
@@ -63,7 +71,9 @@ class Trials:
         self._loader = loader
         self._memory = memory
         self.count = 0
-        self.limit = -self._most_of_ranks(-(memory.available() * _USED - _optimizer_state(trainer)))
+        self._available = memory.available()
+        held = memory.begin() + _gradients(trainer) + _optimizer_state(trainer)
+        self.limit = -self._most_of_ranks(-((self._available * _OURS - held) * _ACTIVATIONS))
 
     @classmethod
     def of(cls, trainer: Any, loader: DataLoader[Any]) -> Trials | None:
@@ -87,17 +97,19 @@ class Trials:
             )
         return cls(trainer, loader, memory)
 
-    def peak(self, indices: Ints) -> float | None:
-        """Bytes that forward and backward of these samples need, of the rank that needs most; None if it has not as many.
+    def peak(self, batches: list[Ints]) -> float | None:
+        """Bytes that forward and backward of the worst of these batches need, beside weights and gradients.
+
+        Of the rank that needs most; None if it has not as many.
 
         Raises:
             ValueError: the step fails, or ranks cannot go on after one of them ran out of memory.
         """
-        self.count += 1
-        self._memory.begin()
         needed: float = 0.0
         try:
-            self._step(indices)
+            for indices in batches:
+                self.count += 1
+                needed = max(needed, self._step(indices))
         except torch.OutOfMemoryError as error:
             if self._trainer.world_size > 1:
                 raise ValueError(
@@ -105,11 +117,11 @@ class Trials:
                     "that on several ranks. Start from a smaller batch_size, or give a number of tokens."
                 ) from error
             needed = float("inf")
-        needed = self._most_of_ranks(max(needed, float(self._memory.peak())))
-        self._memory.begin()
+        # what libraries have taken meanwhile is not there for batches
+        needed = self._most_of_ranks(needed + max(0, self._available - self._memory.available()) * _ACTIVATIONS)
         return None if needed == float("inf") else needed
 
-    def _step(self, indices: Ints) -> None:
+    def _step(self, indices: Ints) -> float:
         trainer, module = self._trainer, self._trainer.lightning_module
         strategy, dataset = trainer.strategy, self._loader.dataset
         with random_numbers_untouched(strategy.root_device), module_untouched(module), _nothing_logged(module):
@@ -117,6 +129,10 @@ class Trials:
             batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = strategy.batch_to_device(batch, dataloader_idx=0)
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            held = self._memory.begin()
             arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
             with torch.enable_grad():
                 try:
@@ -133,6 +149,7 @@ class Trials:
                 loss.backward()
                 strategy.post_backward(loss)
             settle_pending()
+            return float(self._memory.peak() - held)
 
     def _most_of_ranks(self, value: float) -> float:
         if not (dist.is_available() and dist.is_initialized()):
@@ -142,17 +159,29 @@ class Trials:
         return float(most)
 
 
-def worst_batch(lengths: Ints, budget: int) -> Ints:
-    """Samples of the batch that has most padding, and is full, among some that would be made of these lengths."""
+def worst_batches(lengths: Ints, budget: int) -> list[Ints]:
+    """Samples of the fullest batch, and of the one with most padding, among some that would be made of these lengths."""
     some = np.random.default_rng(0).permutation(len(lengths))
     enough = int(np.searchsorted(lengths[some].cumsum(), _SAMPLED_BUDGETS * budget)) + 1
     # the longest sample decides what attention and padding need
     some = np.unique(np.append(some[:enough], lengths.argmax()))
     made = plan(lengths[some], budget, 1)
     batches = [some[made.batch(step, 0)] for step in range(made.steps)]
-    full = max(int(lengths[b].sum()) for b in batches)
-    nearly = [b for b in batches if lengths[b].sum() >= 0.9 * full]
-    return max(nearly, key=lambda b: len(b) * int(lengths[b].max()))
+    fullest = max(batches, key=lambda b: int(lengths[b].sum()))
+    widest = max(batches, key=lambda b: len(b) * int(lengths[b].max()))
+    return [fullest] if fullest is widest else [fullest, widest]
+
+
+def _gradients(trainer: Any) -> int:
+    """Bytes of gradients that are not there yet."""
+    missing = [(p, 1) for p in trainer.lightning_module.parameters() if p.requires_grad and p.grad is None]
+    return _bytes(missing, trainer.strategy.root_device)
+
+
+def _bytes(values: list[tuple[torch.nn.Parameter, int]], device: torch.device) -> int:
+    """Of so many tensors like each parameter, as far as they are on the device."""
+    local = [(p.to_local() if isinstance(p, DTensor) else p, number) for p, number in values]
+    return sum(number * p.numel() * p.element_size() for p, number in local if p.device.type == device.type)
 
 
 def _optimizer_state(trainer: Any) -> int:
@@ -160,12 +189,10 @@ def _optimizer_state(trainer: Any) -> int:
 
     Two values per parameter, as Adam has, or SGD's; Adam's as well where optimizers are not made yet.
     """
-    device = trainer.strategy.root_device
     wanted = [(p, 2) for p in trainer.lightning_module.parameters() if p.requires_grad]
     if trainer.optimizers:
         wanted = [(p, n) for optimizer in trainer.optimizers for p, n in _values_to_come(optimizer)]
-    local = [(p.to_local() if isinstance(p, DTensor) else p, values) for p, values in wanted]
-    return sum(values * p.numel() * p.element_size() for p, values in local if p.device.type == device.type)
+    return _bytes(wanted, trainer.strategy.root_device)
 
 
 def _values_to_come(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:

@@ -4,47 +4,20 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from published import Batches, axolotl_multipack, trl_best_fit_decreasing, verl_karmarkar_karp
+from figures import COST, costs, epoch, figures, gsm8k, heavy_tail, others, tokens
 
-from lightning_liger.data.planner import Cost, Ints, Plan, least_steps, plan
-
-# time of attention against that of a token: 24 layers of width 896 and 0.49 G parameters, as Qwen2.5-0.5B has
-COST = Cost(24 * 896 / 0.49e9)
-
-
-def gsm8k(count: int) -> Ints:
-    """Drawn from the lengths of GSM8K's training set: mean 173 tokens."""
-    shares = np.loadtxt(Path(__file__).parent / "gsm8k_lengths.txt", dtype=int)
-    return np.random.default_rng(0).choice(np.repeat(shares[:, 0], shares[:, 1]), count)
-
-
-def heavy_tail(count: int) -> Ints:
-    """Log-normal with mean 966 before it is cut at 4,096."""
-    random = np.random.default_rng(1)
-    return np.clip(random.lognormal(np.log(966) - 0.5, 1.0, count).astype(np.int64), 1, 4096)
-
-
-def tokens(made: Plan, lengths: Ints) -> Ints:
-    """``(steps, ranks)``."""
-    return np.add.reduceat(lengths[made.samples], made.offsets[:-1]).reshape(-1, made.ranks)
-
-
-def costs(made: Plan, lengths: Ints) -> Ints:
-    each = lengths + COST.attention * lengths.astype(float) ** 2
-    return np.add.reduceat(each[made.samples], made.offsets[:-1]).reshape(-1, made.ranks)
+from lightning_liger.data.planner import Ints, least_steps, plan
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("budget", [8192, 16384, 32768])
 @pytest.mark.parametrize("data", [gsm8k, heavy_tail])
-def test_full_equal_and_balanced(data: object, budget: int, ranks: int) -> None:
-    # as many as an epoch of 160 steps needs: a last step that is not full must not decide
-    mean = data(1_000).mean()  # type: ignore[operator]
-    lengths = data(max(20_000, int(160 * ranks * budget / mean)))  # type: ignore[operator]
+def test_full_equal_and_balanced(data: Callable[[int], Ints], budget: int, ranks: int) -> None:
+    lengths = epoch(data, budget, ranks)
     made = plan(lengths, budget, ranks, cost=COST)
     assert np.array_equal(np.sort(made.samples), np.arange(len(lengths)))
     load, cost = tokens(made, lengths), costs(made, lengths)
@@ -54,31 +27,19 @@ def test_full_equal_and_balanced(data: object, budget: int, ranks: int) -> None:
     imbalance = cost.max(1) / cost.mean(1)
     assert imbalance.max() <= 1.03
     assert cost.mean(1).std() / cost.mean() < 0.03
-
-
-def figures(batches: Batches, lengths: Ints, budget: int) -> tuple[float, float, float]:
-    """``(fill, mean of max/mean cost over the ranks of a step, share of samples that is never seen)``."""
-    load = np.array([[lengths[rank].sum() for rank in step] for step in batches])
-    cost = np.array([[(lengths[r] + COST.attention * lengths[r].astype(float) ** 2).sum() for r in s] for s in batches])
-    seen = sum(len(rank) for step in batches for rank in step)
-    return load.mean() / budget, float((cost.max(1) / cost.mean(1)).mean()), 1 - seen / len(lengths)
+    print(
+        f"{data.__name__}, {budget:,} tokens, {ranks} ranks: fill {load.mean() / budget:.1%}, worst {imbalance.max():.3f}"
+    )
 
 
 @pytest.mark.parametrize("data", [gsm8k, heavy_tail])
-def test_no_worse_than_what_is_published(data: object) -> None:
-    lengths, budget, ranks = data(20_000), 16384, 8  # type: ignore[operator]
+def test_no_worse_than_what_is_published(data: Callable[[int], Ints]) -> None:
+    lengths, budget, ranks = data(20_000), 16384, 8
     made = plan(lengths, budget, ranks, cost=COST)
     ours = [[made.batch(step, rank).tolist() for rank in range(ranks)] for step in range(made.steps)]
     fill, imbalance, lost = figures(ours, lengths, budget)
     assert lost == 0
-    per_step = max(ranks, int(ranks * budget / lengths.mean()) // ranks * ranks)
-    others = {
-        "TRL": trl_best_fit_decreasing(lengths, budget, ranks),
-        "axolotl": axolotl_multipack(lengths, budget, ranks),
-        "verl": verl_karmarkar_karp(lengths, budget, ranks, per_step),
-    }
-    for name, batches in others.items():
-        their_fill, their_imbalance, their_lost = figures(batches, lengths, budget)
+    for name, (their_fill, their_imbalance, their_lost) in others(lengths, budget, ranks).items():
         print(f"{name}: fill {their_fill:.4f} imbalance {their_imbalance:.4f} lost {their_lost:.4f}")
         # one last step that is not full is the price of losing no sample
         assert fill >= their_fill - 1 / made.steps or their_lost > 0, name
