@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_liger.accelerate import Accelerated, accelerate
+from lightning_liger.bench.inside import attribute_first_batch
 from lightning_liger.choices import (
     Attention,
     Auto,
@@ -88,6 +89,7 @@ class LigerCallback(_Base):
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verify: ``"off"``, ``"warn"`` or ``"strict"``: prove in an early step that what was applied ran.
         profile: A directory that keeps the trace of one training step.
+        benchmark_steps: Runs of the first batch per variant, to show what each feature is worth.
         verbose: Print the report after the first training step.
 
     See :class:`lightning_liger.Settings` for the full meaning of each option.
@@ -114,6 +116,7 @@ class LigerCallback(_Base):
         bf16: bool = True,
         verify: Verify = "warn",
         profile: str | Path | None = None,
+        benchmark_steps: int = 0,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -132,6 +135,7 @@ class LigerCallback(_Base):
             bf16=bf16,
             verify=verify,
             profile=profile,
+            benchmark_steps=benchmark_steps,
             verbose=verbose,
         )
         self.report = Report()
@@ -211,6 +215,10 @@ class LigerCallback(_Base):
         if self._first_batch or batch_idx == 0:
             # heads that were resized, or models that were made, in a hook of the module after strategy.setup
             self._apply(trainer, pl_module)
+        if self._first_batch and self.settings.benchmark_steps:
+            self.on_validation_start(trainer, pl_module)  # what is measured is no part of the training's own numbers
+            attribute_first_batch(self._handle(), trainer, pl_module, batch, batch_idx, self._say)
+            self.on_validation_end(trainer, pl_module)
         for hooks in self._hooks:
             hooks.begin_batch(trainer, pl_module, batch, batch_idx)
 

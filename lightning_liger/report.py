@@ -192,6 +192,7 @@ class Report:
     proof: ProofReport = field(default_factory=ProofReport)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    attribution: dict[str, Any] = field(default_factory=dict)
     meter: dict[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Report:
@@ -217,6 +218,7 @@ class Report:
             "proof": self.proof.to_dict(),
             "notes": list(self.notes),
             "metrics": dict(self.metrics),
+            "attribution": dict(self.attribution),
             "meter": dict(self.meter),
         }
 

@@ -62,6 +62,8 @@ class Settings:
             not; ``"strict"`` ends the training there; ``"off"`` asks nothing.
         profile: A directory that keeps the trace of the third training step, for TensorBoard, Perfetto or
             ``chrome://tracing``, with a range for every module (NVTX ranges too, on CUDA). None keeps nothing.
+        benchmark_steps: Before the first training step, run forward and backward of its batch this many times plain and
+            with one feature more at a time, and show what each is worth. Nothing of the training changes. 0: do not.
         verbose: Print the report after the first training step.
 
     Raises:
@@ -82,6 +84,7 @@ class Settings:
     bf16: bool = True
     verify: Verify = "warn"
     profile: str | Path | None = None
+    benchmark_steps: int = 0
     verbose: bool = True
 
     def __post_init__(self) -> None:
@@ -101,6 +104,9 @@ class Settings:
         _one_of("verify", self.verify, get_args(Verify))
         if self.profile is not None and (not isinstance(self.profile, (str, Path)) or not str(self.profile)):
             raise ValueError(f"profile={self.profile!r}: expected a directory for the trace of one training step.")
+        steps = self.benchmark_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"benchmark_steps={steps!r}: expected how often to run each variant, such as 5, or 0.")
         _one_of("overlong", self.overlong, get_args(Overlong))
         budget = self.max_tokens_per_batch
         named = (None, *get_args(Budget))

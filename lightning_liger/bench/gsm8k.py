@@ -46,7 +46,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }
 # 7.6 billion parameters with fp32 masters and Adam state take 122 GB before the first activation
 _PRECISION = {"tiny": "32-true", "0.5b": "bf16-mixed", "7b": "bf16-true"}
-_BATCH_SIZE = {"tiny": 8, "0.5b": 32, "7b": 32}
+_BATCH_SIZE = {"tiny": 8, "0.5b": 32, "7b": 16}
 
 
 class RandomTokens(Dataset[tuple[Tensor, int]]):

@@ -19,6 +19,7 @@ from lightning_liger.bench.results import Comparison, Row
 from lightning_liger.bench.variants import AS_PADDED, PLAIN, Variant
 
 SIDE_BY_SIDE, IN_ROUNDS = "side by side", "one after the other"
+INSIDE = "inside of this training"
 # The variant that just ran leaves threads that spin for a while before they sleep.
 _PAUSE = 0.3
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_liger.bench.results import Comparison, Row
+from lightning_liger.bench.schedule import INSIDE
 from lightning_liger.printing import table
 
 _WIDTH = 100
@@ -59,10 +60,14 @@ def _skipped(row: Row) -> bool:
 def _how(comparison: Comparison) -> str:
     plan = comparison.plan
     rounds = max((len(row.turns) for row in comparison.rows), default=0)
+    if comparison.order == INSIDE:
+        return (
+            f"Measured inside of this training, on its first batch: forward and backward, {rounds} times each in turns, after "
+            "one to warm up. No optimizer stepped; weights, random numbers and the order of data are as before."
+        )
     how = {
         "side by side": "each in a process of its own, in turns",
         "one after the other": "one after the other, each round from the start and with the memory given back in between",
-        "inside of this training": "in turns inside of this training, on its own first batch",
     }.get(comparison.order, comparison.order)
     warm = f"the first {plan.warmup} {'is' if plan.warmup == 1 else 'are'} warm-up and not measured"
     return (
@@ -157,7 +162,7 @@ def gigabytes(size: float) -> str:
 _COLUMNS = (
     _Column(
         "step",
-        "time of one optimizer step, waiting for data included: the median, ± half of the middle half's width",
+        "time of one step: the median, ± half of the middle half's width",
         _step,
     ),
     _Column("tokens/s", "real tokens trained per second; padding does not count", _tokens),

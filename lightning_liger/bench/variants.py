@@ -44,7 +44,7 @@ class Variant:
             if not made.get(option):
                 made.update(values)
         # what a proof costs is paid once, and is no part of a step
-        quiet = {"verbose": False, "verify": "off", "profile": None}
+        quiet = {"verbose": False, "verify": "off", "profile": None, "benchmark_steps": 0}
         return {**made, **(self.options or {}), **{k: v for k, v in quiet.items() if k in known}}
 
 
@@ -122,6 +122,12 @@ def one_by_one(
             )
         )
     return found
+
+
+def feature(key: str) -> Variant:
+    """One feature of a module that has them all bound already."""
+    found = next(f for f in _FEATURES if f.key == key)
+    return Variant(found.name, found.meaning, {})
 
 
 ACCELERATED = Variant("accelerated", "the same module with callbacks=[LigerCallback()]", {})

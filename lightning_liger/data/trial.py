@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_liger.data.planner import Ints, plan
 from lightning_liger.data.randomness import random_numbers_untouched
-from lightning_liger.data.untouched import module_untouched
+from lightning_liger.data.untouched import module_untouched, nothing_logged
 from lightning_liger.head.pending import settle_pending
 
 # Of the memory that this process can have: the rest is for what libraries take beside PyTorch, later than the trials do.
@@ -24,6 +23,7 @@ _OURS = 0.95
 # and optimizer state take does neither.
 _ACTIVATIONS = 0.85
 _SAMPLED_BUDGETS = 64
+_OPTION, _REMEDY = "max_tokens_per_batch='auto'", "Give a number of tokens, such as 16384."
 
 
 class CudaMemory:
@@ -124,7 +124,11 @@ class Trials:
     def _step(self, indices: Ints) -> float:
         trainer, module = self._trainer, self._trainer.lightning_module
         strategy, dataset = trainer.strategy, self._loader.dataset
-        with random_numbers_untouched(strategy.root_device), module_untouched(module), _nothing_logged(module):
+        with (
+            random_numbers_untouched(strategy.root_device),
+            module_untouched(module, _OPTION, _REMEDY),
+            nothing_logged(module),
+        ):
             batch = self._loader.collate_fn([dataset[int(i)] for i in indices])
             batch = trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -201,17 +205,3 @@ def _values_to_come(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
                 yield p, values
-
-
-@contextmanager
-def _nothing_logged(module: Any) -> Iterator[None]:
-    silenced = ("log", "log_dict")
-    before = {name: vars(module)[name] for name in silenced if name in vars(module)}
-    try:
-        for name in silenced:
-            vars(module)[name] = lambda *args, **kwargs: None
-        yield
-    finally:
-        for name in silenced:
-            vars(module).pop(name, None)
-        vars(module).update(before)

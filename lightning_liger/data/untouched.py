@@ -33,8 +33,26 @@ Restore = Callable[[], Any]
 
 
 @contextmanager
-def module_untouched(module: nn.Module) -> Iterator[None]:
+def nothing_logged(module: Any) -> Iterator[None]:
+    """Inside, ``self.log`` of a LightningModule does nothing."""
+    silenced = ("log", "log_dict")
+    before = {name: vars(module)[name] for name in silenced if name in vars(module)}
+    try:
+        for name in silenced:
+            vars(module)[name] = lambda *args, **kwargs: None
+        yield
+    finally:
+        for name in silenced:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+
+
+@contextmanager
+def module_untouched(module: nn.Module, option: str, remedy: str) -> Iterator[None]:
     """
+    Args:
+        option: that asks for the trial, and ``remedy``: what to do if it fails, for messages.
+
     Raises:
         ValueError: parameters were written, which cannot be undone.
     """
@@ -52,10 +70,7 @@ def module_untouched(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
     written = [name for name, p in module.named_parameters() if versions.get(name, 0) != p._version]
     if written:
-        raise ValueError(
-            f"max_tokens_per_batch='auto' runs training_step on trial, and that writes parameters ({written[0]}). Give a "
-            "number of tokens, such as 16384."
-        )
+        raise ValueError(f"{option} runs training_step on trial, and that writes parameters ({written[0]}). {remedy}")
 
 
 def _attributes(part: nn.Module, *, complete: bool) -> Restore:
