@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ def train(
     L.seed_everything(3, verbose=False)
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     saver = ModelCheckpoint(out / save, "{step}", every_n_train_steps=every, save_top_k=-1) if save else None
-    strategy: Any = DDPStrategy(process_group_backend="gloo") if devices > 1 else "auto"
+    strategy: Any = options.pop("strategy", DDPStrategy(process_group_backend="gloo") if devices > 1 else "auto")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -73,6 +74,11 @@ def kinds(out: Path) -> None:
         module = Module()
         train(module, out, data=data, path=path, save="" if path else "stream", every=1)
         (out / f"{name}.{rank}.json").write_text(json.dumps(module.seen))
+    for name, make in _sharding().items():
+        for path in (None, out / name / "step=3.ckpt"):
+            module = Module()
+            train(module, out, path=path, save="" if path else name, every=3, strategy=make())
+            (out / f"{name}{'_resumed' if path else ''}.{rank}.json").write_text(json.dumps(module.seen))
     trial.memory_of = FakeMemory  # type: ignore[assignment]
     for strategy in (DDPStrategy, partial(LigerFSDPStrategy, bf16=False)):
         gloo = partial(strategy, process_group_backend="gloo")
@@ -87,6 +93,17 @@ def kinds(out: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tiny.fit(tiny.loader(**changes), **ddp(**options))
+
+
+def _sharding() -> dict[str, Any]:
+    """Strategies with checkpoints of their own."""
+    found: dict[str, Any] = {"liger_fsdp": partial(LigerFSDPStrategy, bf16=False, process_group_backend="gloo")}
+    if importlib.util.find_spec("deepspeed") is not None:
+        from zero_anywhere import ZeroAnywhere, zero_config
+
+        # Lightning writes into the configuration that it is given
+        found["deepspeed"] = lambda: ZeroAnywhere(config=zero_config(2), process_group_backend="gloo")
+    return found
 
 
 class Pairs(BatchSampler):

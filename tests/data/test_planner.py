@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from figures import COST, costs, epoch, figures, gsm8k, heavy_tail, others, tokens
+from figures import COST, DATA, costs, epoch, figures, gsm8k, heavy_tail, others, ours, tokens
 
 from lightning_liger.data.planner import Ints, least_steps, plan
 
@@ -32,12 +34,22 @@ def test_full_equal_and_balanced(data: Callable[[int], Ints], budget: int, ranks
     )
 
 
+def test_the_page_says_so() -> None:
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    rows = re.findall(r"^\| (GSM8K|log-normal) \| ([\d,]+) \| (\d) \| (.*?) \|", page.read_text(), re.MULTILINE)
+    assert len(rows) == 12
+    for name, budget, ranks, said in rows:
+        tokens_each, number = int(budget.replace(",", "")), int(ranks)
+        fill, mean, worst = ours(epoch(DATA[name], tokens_each, number), tokens_each, number)
+        assert said == f"{fill:.1%}, {mean:.3f} ({worst:.3f})", (name, budget, ranks)
+
+
 @pytest.mark.parametrize("data", [gsm8k, heavy_tail])
 def test_no_worse_than_what_is_published(data: Callable[[int], Ints]) -> None:
     lengths, budget, ranks = data(20_000), 16384, 8
     made = plan(lengths, budget, ranks, cost=COST)
-    ours = [[made.batch(step, rank).tolist() for rank in range(ranks)] for step in range(made.steps)]
-    fill, imbalance, lost = figures(ours, lengths, budget)
+    mine = [[made.batch(step, rank).tolist() for rank in range(ranks)] for step in range(made.steps)]
+    fill, imbalance, lost = figures(mine, lengths, budget)
     assert lost == 0
     for name, (their_fill, their_imbalance, their_lost) in others(lengths, budget, ranks).items():
         print(f"{name}: fill {their_fill:.4f} imbalance {their_imbalance:.4f} lost {their_lost:.4f}")

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 def launch(out: Path, part: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = [str(HERE), str(HERE.parent), *sys.path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [*command, str(HERE / "batches_worker.py"), str(out), part],
         env=environment,
@@ -104,6 +104,15 @@ def test_a_sampler_with_replacement_draws_once_for_all_ranks(runs: Path) -> None
     for number in (0, 1):
         drawn = [i for rank in ranks for epoch, numbers in rank if epoch == number for i in numbers]
         assert len(drawn) == 60 and max(drawn.count(i) for i in drawn) > 1
+
+
+@pytest.mark.parametrize("strategy", ["liger_fsdp", "deepspeed"])
+def test_strategies_with_checkpoints_of_their_own(runs: Path, strategy: str) -> None:
+    if not (runs / f"{strategy}.0.json").exists():
+        pytest.skip(f"needs {strategy}")
+    whole = seen(runs, strategy, 2)
+    assert [sorted(samples(epoch(whole, e))) for e in (0, 1)] == [list(range(60))] * 2
+    assert seen(runs, f"{strategy}_resumed", 2) == whole[3:]
 
 
 def test_streams_are_resumed_each_where_it_was(runs: Path) -> None:

@@ -170,6 +170,61 @@ def test_the_report_says_what_became_of_the_batches() -> None:
     assert f"{found['steps']} steps per epoch instead of 15" in callback.report.render()
 
 
+class Logging(Module):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        numbers = batch["number"].float()
+        self.log("mean", numbers.mean(), on_epoch=True, on_step=False)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_logged_counts_samples() -> None:
+    """The mean over an epoch is that over its samples, whatever number of them a batch holds."""
+    module = Logging()
+    trainer = train(module, loader(), max_epochs=1)
+    assert len({len(numbers) for _, numbers, _ in module.seen}) > 1
+    assert float(trainer.callback_metrics["mean"]) == pytest.approx(59 / 2)
+
+
+class Scheduled(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 1e-2)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_schedules_end_with_the_training(accumulate: int) -> None:
+    module = Scheduled()
+    bar = L.pytorch.callbacks.TQDMProgressBar()
+    trainer = train(module, loader(), callbacks=[bar], enable_progress_bar=True, accumulate_grad_batches=accumulate)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
+    assert bar.total_train_batches * 2 == len(module.seen)
+    assert trainer.global_step == 2 * -(-bar.total_train_batches // accumulate)
+
+
+def test_the_other_lightning() -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+
+    class Theirs(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+            self.table = torch.nn.Embedding(128, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append((self.current_epoch, batch["number"].tolist(), 0))
+            return self.table.weight.square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1e-2)
+
+    module: Any = Theirs()
+    callback = LigerCallback(verbose=False, max_tokens_per_batch=BUDGET)
+    pl.Trainer(callbacks=[callback], **{**QUIET, "max_steps": -1, "max_epochs": 2}).fit(module, loader())
+    assert [sorted(by_epoch(module, e)) for e in (0, 1)] == [list(range(60))] * 2
+
+
 def test_samples_over_the_budget() -> None:
     with pytest.raises(ValueError, match=r"samples have more tokens than max_tokens_per_batch=20.*overlong='truncate'"):
         train(Module(), loader(), budget=20)
