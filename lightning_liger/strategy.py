@@ -23,7 +23,7 @@ from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.groups import compute_dtypes
 from lightning_liger.parallel.memory import Memory
-from lightning_liger.parallel.mesh import build_mesh, check_sizes, data_rank, sharding_mesh
+from lightning_liger.parallel.mesh import build_mesh, check_offload, check_sizes, data_rank, sharding_mesh
 from lightning_liger.parallel.optimizers import move_to
 from lightning_liger.parallel.shard import already_sharded, foreign_parts, restore, same_on_all_ranks, shard
 from lightning_liger.parallel.stepping import Stepping
@@ -124,6 +124,12 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         if self.num_processes * self.num_nodes > 1:
             super()._configure_launcher()
 
+    def _get_process_group_backend(self) -> str:
+        if self._offload and self.root_device.type == "cuda":
+            # norms, checkpoints and whole values of shards in host memory are collectives of CPU tensors
+            return self._process_group_backend or "cpu:gloo,cuda:nccl"
+        return str(super()._get_process_group_backend())
+
     # -- when a run starts -------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -131,6 +137,8 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
             raise ValueError("sync_batchnorm=True has no effect under the liger_fsdp strategy. Leave it out.")
         self._device_kind.setup_device(self.root_device)
         self._setup_distributed()
+        if self._offload:
+            check_offload(self.root_device)
         if self._device_mesh is None:
             self._device_mesh = build_mesh(self.world_size, self.root_device.type, self._replicas)
         self._root._device_mesh = self._device_mesh

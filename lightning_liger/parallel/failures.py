@@ -85,7 +85,7 @@ class FailureWatch:
     def _leave(self) -> None:
         if self._stopped.wait(_PATIENCE):
             return
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        if dist.is_initialized() and "nccl" in dist.get_backend_config():
             dist.distributed_c10d._abort_process_group()
         if not self._stopped.wait(_GRACE):
             sys.stderr.write(f"{self._found}\nRank {self._rank} was waiting for it, and exits.\n")

@@ -120,8 +120,18 @@ class ShardedGenerate(Rebound):
         # transformers sees that FSDP manages the model, and by itself would always let ranks wait for each other
         if "synced_gpus" in inspect.signature(getattr(type(self.module), self.name)).parameters:
             kwargs["synced_gpus"] = in_step
+        if in_step and not self._caches(kwargs):
+            # a rank that is done goes on with others: without a cache, transformers gives it masks that are too long
+            self._note("generate() decodes with a KV cache, so that ranks can wait for each other (use_cache=False)")
+            kwargs["use_cache"] = True
         with self._gathering.forgotten():
             return self.original(*args, **kwargs)
+
+    def _caches(self, kwargs: dict[str, Any]) -> bool:
+        module: Any = self.module
+        configs: list[Any] = [kwargs.get("generation_config"), getattr(module, "generation_config", None)]
+        said = [kwargs.get("use_cache"), *(getattr(config, "use_cache", None) for config in configs)]
+        return next((answer for answer in said if answer is not None), True)
 
 
 def sharded_generate(

@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from lightning_liger.parallel.allocator import close_gaps
 from lightning_liger.parallel.gathering import Gathering
 from lightning_liger.parallel.generate import Rendezvous, ShardedGenerate, sharded_generate
 from lightning_liger.parallel.gradients import reads_old_gradients
@@ -148,6 +149,8 @@ class Memory(_Base):
             plan = self._keep_if_it_fits(sharding, plan)
         if plan is None:
             return
+        if close_gaps(plan.peak / max(plan.capacity, 1), self.root_device):
+            report.note("device memory is nearly used up: the allocator's segments grow (expandable_segments)")
         report.memory = plan.to_dict()
         if verbose and self.global_rank == 0:
             tqdm.write(printable(plan.render()))

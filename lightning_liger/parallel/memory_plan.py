@@ -24,7 +24,9 @@ from lightning_liger.parallel.activations import Activations
 from lightning_liger.parallel.selecting import Selection
 
 # Caching allocators cannot use all that they hold, and what kernels need for themselves is in no plan.
-FRACTION_USABLE = 0.94
+FRACTION_USABLE = 0.95
+# Workspaces of libraries and small tensors that nobody counts, as seen on H200s.
+UNCOUNTED = 2**28
 _GIB = 2**30
 
 
@@ -130,7 +132,7 @@ class MemoryPlan:
     def moments_with(self, selection: Selection) -> dict[str, int]:
         """The same if checkpointing keeps what ``selection`` says."""
         s, a, mode = self.state, self.activations, self.checkpointing
-        kept = 0 if s.offload else s.parameters + s.optimizer
+        kept = UNCOUNTED + (0 if s.offload else s.parameters + s.optimizer)
         gradients = 0 if s.offload else s.gradients
         earlier = s.accumulated if self.accumulates else 0 if self.frees_gradients else gradients
         activations = a.kept(mode, selection)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DATA = "data_parallel"
@@ -21,6 +23,19 @@ def check_sizes(world_size: int, replicate_size: int) -> None:
         raise ValueError(
             f"replicate_size={replicate_size} does not divide the {world_size} processes of this job "
             f"(devices × num_nodes). Use one of {', '.join(map(str, divisors))}."
+        )
+
+
+def check_offload(device: torch.device) -> None:
+    """Raise where shards in host memory could not be gathered, normed or saved.
+
+    Raises:
+        ValueError: the process group, made by somebody else or with a backend of the user's, has none for CPU tensors.
+    """
+    if "cpu" not in dist.get_backend_config() and device.type == "cuda":
+        raise ValueError(
+            "offload=True keeps shards in host memory, and the process group has no backend for CPU tensors. Leave "
+            "process_group_backend out, or make the group with init_process_group('cpu:gloo,cuda:nccl')."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from qwen_training import SHAPES, Finetune, batches
+from qwen_training import RANK, SHAPES, WORLD, Finetune, batches
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
@@ -28,7 +28,6 @@ class Measure(L.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.found: list[tuple[str, float, float, float]] = []  # what, training stands still, done after (s), GiB
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != 2:
@@ -42,25 +41,24 @@ class Measure(L.Callback):
                 trainer.save_checkpoint(path)
                 stood = self._now(strategy) - start
                 strategy._saves.wait()
-                self.found.append(
-                    (
-                        f"save {kind}{', async' if later else ''}",
-                        stood,
-                        self._now(strategy) - start,
-                        _size(path) / 2**30,
-                    )
-                )
+                what = f"save {kind}{', async' if later else ''}"
+                _tell(what, stood, self._now(strategy) - start, _size(path))
                 strategy.barrier()  # all have looked at it
                 if later:
                     strategy.remove_checkpoint(path)
         start = self._now(strategy)
         strategy.save_hf(self.folder / "hf", dtype="bfloat16")
         took = self._now(strategy) - start
-        self.found.append(("save_hf, bf16", took, took, _size(self.folder / "hf") / 2**30))
+        _tell("save_hf, bf16", took, took, _size(self.folder / "hf"))
 
     def _now(self, strategy: Any) -> float:
         strategy.barrier()
         return time.perf_counter()
+
+
+def _tell(what: str, stood: float, done: float, size: int = 0) -> None:
+    if RANK == 0:
+        print(f"{what:<32} {stood:>17.2f} s {done:>10.2f} s {size / 2**30:>7.2f} GiB", flush=True)
 
 
 def _size(path: Path) -> int:
@@ -89,6 +87,11 @@ def main() -> None:
     given = parser.parse_args()
     where = "cuda" if torch.cuda.is_available() and given.accelerator != "cpu" else "cpu"
     data = DataLoader(batches(SHAPES[given.size]["vocab_size"], 8, sequences=2), batch_size=None)  # type: ignore[arg-type]
+    if RANK == 0:
+        print(
+            f"{given.size + ', ' + str(WORLD) + ' ranks':<32} training stands still   done after        size",
+            flush=True,
+        )
     measure = Measure(given.folder)
     _trainer([measure], 2, given.accelerator).fit(Finetune(given.size, where, torch.float32), data)
     for kind in ("sharded", "full"):
@@ -98,11 +101,8 @@ def main() -> None:
         trainer.fit(module, data, ckpt_path=given.folder / f"{kind}-False.ckpt")
         assert trainer.global_step == 3
         took = time.perf_counter() - start
-        measure.found.append((f"resume {kind}, one step", took, took, 0.0))
-    if torch.distributed.get_rank() == 0:
-        print(f"{given.size}: {'':<24} training stands still   done after        size")
-        for what, stood, done, size in measure.found:
-            print(f"{what:<32} {stood:>17.2f} s {done:>10.2f} s {size:>7.2f} GiB")
+        _tell(f"resume {kind}, with one step", took, took)
+    if RANK == 0:
         print(f"host memory of rank 0, at most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
         shutil.rmtree(given.folder)
     torch.distributed.barrier()

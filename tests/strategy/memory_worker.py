@@ -195,6 +195,10 @@ def check_generate() -> None:
             assert torch.equal(model.generate(prompts(), **options), wanted)
         assert passes.count >= 2 * 15 and len(notes) == 1
         say(f"{kind} generate, lock step", f"{passes.count} all-gathers")
+        for cache in (True, False):
+            mine = {**options, "max_new_tokens": 3 + 4 * RANK, "use_cache": cache}
+            assert torch.equal(model.generate(prompts(), **mine), plain.generate(prompts(), **mine))
+        say(f"{kind} generate, lock step, unequal lengths", notes[-1][:40])
         order = model._get_fsdp_state()._comm_ctx.post_forward_order
         assert order == [], "passes that one rank runs alone must not be what backward prefetches by"
         model.reshard()  # as after any forward, the root is whole; an optimizer is made from its shards

@@ -76,7 +76,8 @@ class InConfigureModel(_Labels, L.LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = causal_lm("llama")
+            with torch.device("cpu"):  # strategies differ in the device they make it on, and devices in their numbers
+                self.model = causal_lm("llama")
 
 
 class InSetup(_Labels, L.LightningModule):

@@ -23,5 +23,5 @@ def test_sharded_as_one_process() -> None:
     assert sum(" meta, filled" in line for line in lines) == 4, done.stdout
     assert sum(" checkpointing " in line for line in lines) == 14, done.stdout
     assert sum(line.startswith("ok ") for line in lines) == 10, done.stdout
-    assert sum(" generate, " in line for line in lines) == 6, done.stdout
+    assert sum(" generate, " in line for line in lines) == 8, done.stdout
     assert sum("trains afterwards" in line for line in lines) == 2, done.stdout

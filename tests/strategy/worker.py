@@ -17,7 +17,7 @@ import odd_cases  # noqa: F401
 import torch
 import torch.distributed as dist
 from helpers import leave
-from runs import CASES, RANK
+from runs import ACCELERATOR, CASES, DEVICE, RANK
 
 # one of each kind that another backend or device could tell apart
 ESSENTIAL = [
@@ -43,6 +43,9 @@ ESSENTIAL = [
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if ACCELERATOR == "gpu":  # one group for all cases, offloading among them
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
     failed = []
     names = ESSENTIAL if names == ["ESSENTIAL"] else names
     for name in names or CASES:
