@@ -48,10 +48,6 @@ class Counting:
 
     def _read_model(self, module: Any) -> None:
         self._operations = Operations(module, self._head)
-        if not self._operations.structures:
-            return  # no tokens either: nothing that a utilisation could be missed beside
-        for reason in self._operations.unknown:
-            self._report.note(f"Utilisation (MFU) is not shown: {reason}")
 
     def forget(self) -> None:
         """Drop what was written down until now, and have more written down."""
@@ -77,6 +73,9 @@ class Counting:
         if self._watching and self._operations is not None:
             self._watching = False
             self._operations.end_observing(calls)
+            if self._operations.structures:  # without tokens nothing is missed
+                for reason in self._operations.unknown:
+                    self._report.note(f"Utilisation (MFU) is not shown: {reason}")
         calls, self._earlier = [*self._earlier, *calls], []
         tokens, positions, samples = tokens_of(calls)
         flops = Flops() if self._operations is None else self._operations.of(calls, heads)

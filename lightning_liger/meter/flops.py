@@ -29,6 +29,7 @@ class Product:
         weight_gradient: the weight is trained.
         input_gradient: something below is trained, so that the gradient goes on.
         recomputed: how often backward computes it again; 1 under activation checkpointing.
+        routed: ``rows`` follow from how many experts a router picks.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Product:
     weight_gradient: bool = True
     input_gradient: bool = True
     recomputed: float = 0.0
+    routed: bool = False
 
     @property
     def forward(self) -> float:
@@ -88,6 +90,7 @@ class Attention:
         reach: who sees whom.
         gradient: something below is trained.
         recomputed: how often backward computes it again, besides the scores.
+        times: how often it runs; more than once in models that loop over their layers.
     """
 
     name: str
@@ -97,11 +100,12 @@ class Attention:
     reach: Reach = Reach()
     gradient: bool = True
     recomputed: float = 0.0
+    times: float = 1.0
 
     @property
     def forward(self) -> float:
         """Operations per pair: one product with keys, one with values."""
-        return 2.0 * self.heads * (self.key_size + self.value_size)
+        return 2.0 * self.heads * (self.key_size + self.value_size) * self.times
 
     @property
     def backward(self) -> float:
@@ -111,7 +115,7 @@ class Attention:
     @property
     def scores(self) -> float:
         """Operations per pair with which fused kernels compute the scores again in backward."""
-        return 2.0 * self.heads * self.key_size * self.gradient
+        return 2.0 * self.heads * self.key_size * self.gradient * self.times
 
 
 @dataclass(frozen=True)

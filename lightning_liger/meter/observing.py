@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lightning_liger.meter.structure import Structure
+from lightning_liger.padding.plain_decoder.ragged import RaggedTensor, rows_of
 from lightning_liger.parallel.recompute import Recomputed
 from lightning_liger.patching import Rebound, inside_compiled
 
@@ -34,17 +35,20 @@ class Observation:
     """Of one model during one step.
 
     Attributes:
-        model: runs of it are counted by a hook as well. structure: what was read from its modules.
+        model: runs of it are counted by a hook as well, unless ``runs_once``, which a LightningModule does.
+        structure: what was read from its modules.
         dtype: in which products are computed; None before one was seen.
     """
 
     model: nn.Module
     structure: Structure
+    runs_once: bool = False
     dtype: torch.dtype | None = None
     _runs: int = 0
     _seen: dict[nn.Module, _Seen] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _order: dict[nn.Module, int] = field(default_factory=dict)
+    _holders: dict[nn.Module, nn.Module] = field(default_factory=dict)
     _stretch: nn.Module | None = None
     _last: set[nn.Module] = field(default_factory=set)
 
@@ -54,8 +58,13 @@ class Observation:
         if self.model in compiled or not modules:
             return
         self._order = {m: i for i, (m, _) in enumerate(self.structure.products)}
-        self._handles.append(self.model.register_forward_pre_hook(self._count_run))
-        for module in dict.fromkeys(modules):
+        if self.runs_once:
+            self._runs = 1
+        else:
+            self._handles.append(self.model.register_forward_pre_hook(self._count_run))
+        self._holders = {c: m for m in self.model.modules() if _is_called(m) for c in _held(m)}
+        holders = [h for m in modules if (h := self._holders.get(m)) is not None and h is not self.model]
+        for module in dict.fromkeys([*modules, *(h for h in holders if h not in compiled)]):
             self._seen[module] = _Seen()
             self._handles.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
 
@@ -77,7 +86,9 @@ class Observation:
             seen.calls += 1
             seen.reentrant = not torch.is_grad_enabled()
             if tensors and tensors[0].dim() > 0:
-                seen.rows += tensors[0].shape[:-1].numel()
+                first = tensors[0]
+                rows = rows_of(first) if isinstance(first, RaggedTensor) else first  # its shape is the padded batch's
+                seen.rows += rows.shape[:-1].numel()
         floating = [t for t in tensors if t.is_floating_point()]
         if self.dtype is None and floating:
             kind = floating[0].device.type
@@ -107,10 +118,12 @@ class Observation:
         for module, product in self.structure.products:
             seen = self._seen.get(module)
             if seen is not None and seen.calls:
-                # experts see the rows that a router sends them: what the structure says is true on average
-                rows = product.rows if product.rows != 1 else min(seen.rows / positions, seen.calls / self._runs)
+                # what the structure says of routed rows is true on average, and of experts computed for all tokens
+                rows = product.rows if product.routed else seen.rows / positions
                 again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
                 product = replace(product, rows=rows, input_gradient=seen.gradient, recomputed=again)
+            elif not product.routed and self._is_unused(module):
+                product = replace(product, rows=0.0)
             products.append((module, product))
         attentions = []
         for module, attention in self.structure.attentions:
@@ -118,9 +131,16 @@ class Observation:
             if seen is not None and seen.calls:
                 again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
                 gradient = seen.gradient or any(p.requires_grad for p in module.parameters())
-                attention = replace(attention, gradient=gradient, recomputed=again)
+                attention = replace(attention, gradient=gradient, recomputed=again, times=seen.calls / self._runs)
+            elif seen is not None:
+                continue  # a layer that the model has, and did not run
             attentions.append((module, attention))
         return replace(self.structure, products=tuple(products), attentions=tuple(attentions))
+
+    def _is_unused(self, module: nn.Module) -> bool:
+        """Whether what holds the module did not run either; else its weight is used without calling it."""
+        holder = self._holders.get(module)
+        return holder is not None and holder in self._seen and not self._seen[holder].calls
 
     def _kept(self, tokens: int) -> set[nn.Module]:
         """Modules that run a second time for nothing: selective checkpointing has kept what they give."""
@@ -132,6 +152,19 @@ class Observation:
                 found |= {m for i, m in enumerate(products) if level.all or level.keeps_product(i)}
                 found |= {m for m, _ in self.structure.attentions if m in inside and (level.all or level.attention)}
         return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _held(module: nn.Module) -> Iterator[nn.Module]:
+    """Its children, and those of lists and dicts among them, which are never called themselves."""
+    for child in module.children():
+        if _is_called(child):
+            yield child
+        else:
+            yield from _held(child)
 
 
 def _recomputed(block: nn.Module) -> Iterator[Recomputed]:

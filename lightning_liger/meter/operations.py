@@ -35,7 +35,10 @@ class Operations:
         self.structures: dict[nn.Module, Structure] = {b: read_structure(b, skip) for b in backbones}
         inside = {m for b in backbones for m in b.modules()} | set(skip)
         self._outside = read_structure(module).without(inside)
+        self._module = module
         self._observations: list[Observation] = []
+        self._beside_seen: Observation | None = None
+        self._watched = False
         self._trained = _trained(module)
         self.dtype: torch.dtype | None = None
         self._settle()
@@ -56,10 +59,15 @@ class Operations:
             return ["no backbone whose tokens are known was found"]
         reasons = [reason for cost in self._costs.values() for reason in cost.unknown]
         whole = sum(c.per_token for c in self._costs.values())
-        if self._beside.per_token > NEGLIGIBLE * whole:
-            largest = max(self._beside.products, key=lambda p: p.forward)
-            share = self._beside.per_token / (whole + self._beside.per_token)
-            reasons.append(f"{share:.0%} of the weights are outside of the backbone ({largest.name}, ...)")
+        # one row for each token is no guess, whatever it is for
+        strange = [p for p in self._beside.products if not 0.99 < p.rows < 1.01 or not self._watched]
+        share = sum(p.forward for p in strange) / whole if whole else 0.0
+        if share > NEGLIGIBLE:
+            largest = max(strange, key=lambda p: p.forward)
+            reasons.append(
+                f"{largest.name} and others beside the backbone compute {share:.0%} of what it does, for rows that are "
+                "no tokens"
+            )
         return reasons
 
     def is_stale(self, module: nn.Module) -> bool:
@@ -70,11 +78,12 @@ class Operations:
 
     def begin_observing(self) -> None:
         self._observations = [Observation(m, s) for m, s in self.structures.items()]
-        for observation in self._observations:
+        self._beside_seen = Observation(self._module, self._outside, runs_once=True)
+        for observation in (*self._observations, self._beside_seen):
             observation.begin()
 
     def stop_observing(self) -> None:
-        for observation in self._observations:
+        for observation in (*self._observations, *([self._beside_seen] if self._beside_seen else [])):
             observation.end()
 
     def end_observing(self, calls: Sequence[BackboneCall]) -> None:
@@ -85,7 +94,11 @@ class Operations:
             if positions:
                 self.structures[observation.model] = observation.learnt(positions)
             self.dtype = observation.dtype or self.dtype
-        self._observations = []
+        # what stands behind a backbone sees its padded output
+        positions = sum(c.shape[0] * c.shape[1] for c in _of_training(calls))
+        if self._beside_seen is not None and positions:
+            self._outside = self._beside_seen.learnt(positions)
+        self._observations, self._beside_seen, self._watched = [], None, True
         self._settle()
 
     # -- counting ----------------------------------------------------------------------------------------------------
@@ -126,9 +139,14 @@ def _call(call: BackboneCall) -> Call:
     return Call(lengths, executed, call.gradient)
 
 
+def _of_training(calls: Sequence[BackboneCall]) -> list[BackboneCall]:
+    """Those that were differentiated, where any was: a teacher's tokens are the student's."""
+    return [c for c in calls if c.gradient] or list(calls)
+
+
 def tokens_of(calls: Sequence[BackboneCall]) -> tuple[int, int, int]:
     """Real tokens, positions and samples of the batches: of the calls that were differentiated, where any was."""
-    chosen = [c for c in calls if c.gradient] or list(calls)
+    chosen = _of_training(calls)
     real = [_call(c) for c in chosen]
     documents = [c.lengths for c in chosen]
     samples = sum(c.shape[0] if d is None else max(len(d), c.shape[0]) for c, d in zip(chosen, documents, strict=True))

@@ -14,10 +14,21 @@ from lightning_liger.configs import config_value
 from lightning_liger.meter.attention import attention_of, looks_causal
 from lightning_liger.meter.flops import Attention, ModelCost, Product
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k", "moe_top_k", "top_k_experts", "moe_k", "num_experts_per_token")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_expert")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "top_k",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "num_experts_per_token",
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_expert", "groups")
 # Layers of these kinds are recurrences or convolutions, whose products no module shows.
 _NO_PRODUCTS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba")
+# Types whose attention is not what their layers look like: differential, hashed, over a prompt of the model's own, with
+# keys of other layers; and one that loops without gradients. All other types of transformers agree with what they run.
+_OTHERWISE = ("cpmant", "diffllama", "gemma3n_text", "hrm_text", "prophetnet", "reformer")
 # Weights that are left out may be this share of those that are counted.
 NEGLIGIBLE = 0.01
 
@@ -87,11 +98,12 @@ def _products(name: str, module: Any, config: Any, below: bool) -> Iterator[Prod
             yield Product(f"{name}.in_proj", weight.shape[1], weight.shape[0], 1.0, weight.requires_grad, below)
     elif isinstance(module, nn.Linear):
         trained = module.weight.requires_grad
-        rows = _share_of_experts(name, config)
-        yield Product(name, module.in_features, module.out_features, rows, trained, below)
+        share = _share_of_experts(name, config)
+        sizes = module.in_features, module.out_features
+        yield Product(name, *sizes, 1.0 if share is None else share, trained, below, routed=share is not None)
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers: weight (in, out)
         yield Product(name, int(module.weight.shape[0]), int(module.nf), 1.0, module.weight.requires_grad, below)
-    else:
+    elif not isinstance(module, nn.modules.conv._ConvNd):
         experts = next((n for n in (getattr(module, e, None) for e in _EXPERTS) if isinstance(n, int)), 0)
         for key, weight in module.named_parameters(recurse=False):
             if not experts or weight.dim() not in (2, 3) or weight.shape[0] != experts:
@@ -103,7 +115,8 @@ def _products(name: str, module: Any, config: Any, below: bool) -> Iterator[Prod
                 rows, inputs, outputs = 1.0, int(weight.shape[1]), int(weight.shape[0])
             else:
                 continue  # biases of experts
-            yield Product(f"{name}.{key}", inputs, outputs, rows, weight.requires_grad, below)
+            trained, routed = weight.requires_grad, weight.dim() == 3
+            yield Product(f"{name}.{key}", inputs, outputs, rows, trained, below, routed=routed)
             below = below or weight.requires_grad
 
 
@@ -116,12 +129,12 @@ def _experts_per_token(module: Any, config: Any) -> int:
     return 1
 
 
-def _share_of_experts(name: str, config: Any) -> float:
-    """Rows per token of a linear layer: ``top_k / experts`` for one of many experts in a list."""
+def _share_of_experts(name: str, config: Any) -> float | None:
+    """Rows per token of one of many experts in a list: ``top_k / experts``; None for any other linear layer."""
     parts = name.split(".")
     routed = any(a == "experts" and b.isdigit() for a, b in pairwise(parts))
     if not routed:
-        return 1.0
+        return None
     experts = next((n for n in (config_value(config, e) for e in _EXPERTS) if isinstance(n, int) and n), 0)
     return _experts_per_token(None, config) / experts if experts else 1.0
 
@@ -148,6 +161,10 @@ def _unknown(model: nn.Module, left_out: dict[str, int], counted: int, attends: 
     odd = sorted({k for k in kinds or () if k in _NO_PRODUCTS})
     if odd:
         yield f"{name} has layers of the kind {', '.join(odd)}, whose products are not known"
+    if getattr(config, "model_type", "") in _OTHERWISE:
+        yield f"the attention of {name} is not counted right"
+    if isinstance(config_value(config, "index_topk"), int):
+        yield f"{name} picks the tokens that it attends to, and how many is not known"
     if getattr(config, "is_encoder_decoder", False):
         yield f"{name}: attention between an encoder and a decoder is not counted"
     if not attends:

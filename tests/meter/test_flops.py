@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB, Plain, causal_lm, config, fit, loader
+import torch.nn as nn
+import torch.nn.functional as F
+from helpers import VOCAB, Plain, causal_lm, fit, loader
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -15,6 +19,7 @@ from lightning_liger.calls import BackboneCall
 from lightning_liger.meter.flops import Attention, Call, ModelCost, Product, Reach, head_flops
 from lightning_liger.meter.operations import Operations
 from lightning_liger.meter.structure import read_structure
+from lightning_liger.padding.sweep import small_models
 
 LENGTHS = (24, 7, 15)
 
@@ -97,20 +102,96 @@ def test_padding_and_recomputation_are_hardware_operations_alone() -> None:
     assert head.model == 3 * 3 * 2 * 8 * 97 and head.hardware == 8 * 3 * 2 * 8 * 97
 
 
-def test_experts_count_for_the_tokens_that_a_router_sends_them() -> None:
-    import transformers
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        *(("causal", t) for t in ("gpt2", "bloom", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "bart", "opt")),
+        *(("masked", t) for t in ("bert", "modernbert", "albert")),
+    ],
+)
+def test_architectures_of_all_kinds(kind: str, model_type: str) -> None:
+    """Experts by the tokens that a router sends them, latent keys, layers that run several times or never."""
+    model = next(small_models(kind, model_type))[0]().float()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(5, 30, (1, 32))
+    operations = Operations(model)
+    (backbone,) = operations.structures
 
-    sizes = config("llama").to_dict()
-    sizes = {k: sizes[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    made = transformers.MixtralConfig(**sizes, **heads, attn_implementation="eager", pad_token_id=0)
-    model = transformers.AutoModelForCausalLM.from_config(made).train().base_model
-    model.set_experts_implementation("eager")  # the grouped product is not among those that PyTorch counts
-    ids = torch.randint(3, VOCAB, (1, 32))
-    linear, _ = counted(lambda: model(ids, use_cache=False).last_hidden_state.sum().backward())
-    cost = read_structure(model).cost
-    assert not cost.unknown
-    assert 32 * sum(p.forward + p.backward for p in cost.products) == pytest.approx(linear, rel=0.01)
+    def run() -> None:
+        model(input_ids=ids, labels=ids, **({"use_cache": False} if kind == "causal" else {})).loss.backward()
+
+    call = [BackboneCall(backbone, (1, 32), True, (32,), (32,))]
+    operations.begin_observing()
+    linear, attention = counted(run)
+    operations.end_observing(call)
+    assert operations.unknown == []
+    layers = operations.structures[backbone].cost.attentions
+    assert sum((a.forward + a.backward) * 32 * 32 for a in layers) == pytest.approx(attention, rel=0.01)
+    found = operations.of(call, [])
+    assert found.model - found.attention == pytest.approx(linear, rel=0.01)
+
+
+class OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.c_attn(x).split(32, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = OwnAttention()
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    """Plain PyTorch; its configuration is nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCAB, 32), nn.Embedding(64, 32)
+        self.h = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(32, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **unused: Any) -> Any:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(x)[:, :-1]
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def test_a_decoder_in_plain_pytorch() -> None:
+    class Later(Counting):
+        """The first step compares the packed run with the padded one; its products are more than the model's."""
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.before = self.before if batch_idx > 2 else dict(callback.report.meter)
+            super().on_train_batch_start(batch, batch_idx)
+            self.products.flops *= batch_idx > 2
+
+        before: Any = None
+
+    callback = LigerCallback(verbose=False)
+    module = Later(Decoder())
+    fit(module, loader(), callback)
+    report = callback.report.to_dict()
+    assert report["padding_free"]["packed_calls"] == report["padding_free"]["calls"] == 4
+    assert not any("MFU" in note for note in report["notes"])
+    found = {name: report["meter"][name] - module.before[name] for name in ("model_flops", "attention_flops")}
+    assert found["model_flops"] - found["attention_flops"] == pytest.approx(module.products.flops, rel=0.01)
+    lengths = [int(n) for b in list(loader())[2:] for n in b["attention_mask"].sum(1)]
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    assert found["attention_flops"] == pytest.approx(2 * 3 * 4 * 32 * pairs, rel=1e-6)
 
 
 def test_what_is_not_known_is_said() -> None:
