@@ -73,8 +73,8 @@ def stand_ins() -> dict[str, Callable[[], Any]]:
     """What a block may use without making it: a name, and how to make one. Add what your page needs."""
     import lightning as L
     import torch
+    from one_model import collate, loader, make_model, sample
     from only_lightning import TinyData, TinyModule
-    from tiny import collate, loader, make_model, sample
 
     import lightning_liger
 

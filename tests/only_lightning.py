@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning as L
 import torch
-from tiny import loader, make_model
+from one_model import loader, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 

@@ -10,11 +10,13 @@ import importlib.util
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 import yaml
 from code_in_docs import ROOT, Block, blocks, compiled, names, pages, stand_ins
 
@@ -31,7 +33,7 @@ def of(*languages: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def small_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers of one CPU and one step, whatever the page asks for, in a directory of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py", "fit"])
@@ -45,6 +47,9 @@ def small_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         init(self, **{**small, **{k: v for k, v in options.items() if k in own or k not in small}})
 
     monkeypatch.setattr(L.Trainer, "__init__", small_init)
+    yield
+    if dist.is_initialized():  # a strategy leaves its group to the end of the process
+        dist.destroy_process_group()
 
 
 def test_the_pages_are_found_and_their_blocks_say_what_they_are() -> None:

@@ -190,9 +190,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
-    registry.flash._takes_enable_gqa.cache_clear()
+    monkeypatch.setattr(registry.flash, "_TAKES_GQA", [])
     yield
-    registry.flash._takes_enable_gqa.cache_clear()
 
 
 @pytest.mark.usefixtures("packages")
