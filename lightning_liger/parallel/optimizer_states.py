@@ -63,10 +63,15 @@ def is_ordinary(state: dict[str, Any]) -> bool:
 
 
 def load(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state from a file or a directory, whole tensors or pieces, into the optimizer of a sharded module."""
+    """Load a state from a file or a directory, whole tensors or pieces, into the optimizer of a sharded module.
+
+    Raises:
+        ValueError: it is of other parameters, or holds objects whose insides belong to the shards of the run that saved it.
+    """
     if not is_ordinary(state):
         optimizer.load_state_dict(state)
         return
+    _check_values(optimizer, state)
     if goes_by_name(state):
         state = by_number(state, parameter_names(module, optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -95,6 +100,17 @@ def _check_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
             f"The checkpoint's {type(optimizer).__name__} has parameter groups of {saved} parameters, this one of {own}."
             " Build the optimizer as in the run that saved it, or start from the weights alone."
         )
+
+
+def _check_values(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    values = [(k, v) for entry in state["state"].values() for k, v in entry.items()]
+    for name, value in values:
+        if not isinstance(value, (Tensor, int, float, str, bytes, list, tuple, dict, type(None))):
+            raise ValueError(
+                f"The state of {type(optimizer).__name__} holds a {type(value).__name__} ({name!r}), made for shards of the"
+                " run that saved it: its training cannot be resumed under liger_fsdp. Start from the weights alone"
+                " (load_from_checkpoint, then fit without ckpt_path), or train with strategy='ddp'."
+            )
 
 
 def numbered(state: dict[str, Any]) -> dict[str, Any]:

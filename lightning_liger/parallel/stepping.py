@@ -18,6 +18,7 @@ from lightning_liger.parallel.gradients import (
     no_gradient_sync,
     reduce_after_backward,
 )
+from lightning_liger.parallel.optimizer_trial import check_takes_shards
 from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
 from lightning_liger.parallel.shard import Sharding, reshard
 
@@ -59,6 +60,9 @@ class Stepping(_Base):
 
         Args:
             before: every parameter, and its name, as it was before the module was sharded.
+
+        Raises:
+            ValueError: an optimizer that cannot.
         """
         named = dict(self._root.named_parameters())
         current = {id(p): named[name] for reference, name in before if (p := reference()) is not None and name in named}
@@ -66,6 +70,7 @@ class Stepping(_Base):
         for optimizer in self.optimizers:
             use_fused(optimizer)
             no_mixed_lists(optimizer)
+            check_takes_shards(optimizer)
             # what is gathered when an optimizer steps holds the values of before
             optimizer.register_step_post_hook(lambda *_: self._after_step())
 

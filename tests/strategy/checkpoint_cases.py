@@ -13,6 +13,7 @@ import export_cases
 import failure_cases
 import lightning as L
 import modules
+import optimizer_cases
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -290,7 +291,7 @@ def names() -> None:
 
 
 def main() -> None:
-    assert adapter_cases and export_cases and failure_cases  # have added theirs
+    assert adapter_cases and export_cases and failure_cases and optimizer_cases  # have added theirs
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)

@@ -52,7 +52,7 @@ def test_resuming_on_two_one_and_two(accelerator: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @ACCELERATORS
 def test_what_is_around_checkpoints(accelerator: str, tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 50
+    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 55
 
 
 def read(path: Path) -> dict[str, Any]:
