@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_liger.meter.structure import Structure
 from lightning_liger.padding.plain_decoder.ragged import RaggedTensor, rows_of
 from lightning_liger.parallel.recompute import Recomputed
-from lightning_liger.patching import Rebound, inside_compiled
+from lightning_liger.patching import Rebound, calls_compiled, inside_compiled
 
 
 @dataclass
@@ -48,23 +48,20 @@ class Observation:
     _seen: dict[nn.Module, _Seen] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _order: dict[nn.Module, int] = field(default_factory=dict)
-    _holders: dict[nn.Module, nn.Module] = field(default_factory=dict)
     _stretch: nn.Module | None = None
     _last: set[nn.Module] = field(default_factory=set)
 
     def begin(self) -> None:
         compiled = inside_compiled(self.model)
         modules = [m for m, _ in (*self.structure.products, *self.structure.attentions) if m not in compiled]
-        if self.model in compiled or not modules:
+        if self.model in compiled or not modules or calls_compiled(self.model):
             return
         self._order = {m: i for i, (m, _) in enumerate(self.structure.products)}
         if self.runs_once:
             self._runs = 1
         else:
             self._handles.append(self.model.register_forward_pre_hook(self._count_run))
-        self._holders = {c: m for m in self.model.modules() if _is_called(m) for c in _held(m)}
-        holders = [h for m in modules if (h := self._holders.get(m)) is not None and h is not self.model]
-        for module in dict.fromkeys([*modules, *(h for h in holders if h not in compiled)]):
+        for module in dict.fromkeys(modules):
             self._seen[module] = _Seen()
             self._handles.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
 
@@ -114,6 +111,8 @@ class Observation:
         # checkpointing that is not reentrant stops before the last product, whose result nobody asks for
         last = self._last | ({self._stretch} if self._stretch is not None else set())
         kept = self._kept(positions) | {m for m in last if not self._seen[m].reentrant}
+        ran = (m for m, s in self._seen.items() if s.calls and isinstance(m, nn.MultiheadAttention))
+        by_weight: set[nn.Module] = {m.out_proj for m in ran}
         products = []
         for module, product in self.structure.products:
             seen = self._seen.get(module)
@@ -122,8 +121,8 @@ class Observation:
                 rows = product.rows if product.routed else seen.rows / positions
                 again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
                 product = replace(product, rows=rows, input_gradient=seen.gradient, recomputed=again)
-            elif not product.routed and self._is_unused(module):
-                product = replace(product, rows=0.0)
+            elif seen is not None and not product.routed and module not in by_weight:
+                product = replace(product, rows=0.0)  # the model has it, and did not run it
             products.append((module, product))
         attentions = []
         for module, attention in self.structure.attentions:
@@ -133,14 +132,12 @@ class Observation:
                 gradient = seen.gradient or any(p.requires_grad for p in module.parameters())
                 attention = replace(attention, gradient=gradient, recomputed=again, times=seen.calls / self._runs)
             elif seen is not None:
-                continue  # a layer that the model has, and did not run
+                continue
             attentions.append((module, attention))
-        return replace(self.structure, products=tuple(products), attentions=tuple(attentions))
-
-    def _is_unused(self, module: nn.Module) -> bool:
-        """Whether what holds the module did not run either; else its weight is used without calling it."""
-        holder = self._holders.get(module)
-        return holder is not None and holder in self._seen and not self._seen[holder].calls
+        unknown = self.structure.unknown
+        if self.structure.attentions and not attentions:
+            unknown += (f"no attention layer of {type(self.model).__name__} ran under its name",)
+        return Structure(tuple(products), tuple(attentions), unknown)
 
     def _kept(self, tokens: int) -> set[nn.Module]:
         """Modules that run a second time for nothing: selective checkpointing has kept what they give."""
@@ -152,19 +149,6 @@ class Observation:
                 found |= {m for i, m in enumerate(products) if level.all or level.keeps_product(i)}
                 found |= {m for m, _ in self.structure.attentions if m in inside and (level.all or level.attention)}
         return found
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def _held(module: nn.Module) -> Iterator[nn.Module]:
-    """Its children, and those of lists and dicts among them, which are never called themselves."""
-    for child in module.children():
-        if _is_called(child):
-            yield child
-        else:
-            yield from _held(child)
 
 
 def _recomputed(block: nn.Module) -> Iterator[Recomputed]:

@@ -28,7 +28,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_expert", 
 _NO_PRODUCTS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "moe_mamba")
 # Types whose attention is not what their layers look like: differential, hashed, over a prompt of the model's own, with
 # keys of other layers; and one that loops without gradients. All other types of transformers agree with what they run.
-_OTHERWISE = ("cpmant", "diffllama", "gemma3n_text", "hrm_text", "prophetnet", "reformer")
+_OTHERWISE = ("cpmant", "diffllama", "gemma3n_text", "hrm_text", "longformer", "mra", "prophetnet", "reformer")
 # Weights that are left out may be this share of those that are counted.
 NEGLIGIBLE = 0.01
 
