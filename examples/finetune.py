@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model twice, plain and accelerated, and show what one callback changed.
+"""Fine-tune a causal language model plain, then with one feature more at a time, and show what each is worth.
 
 Without options: a small model on question and answer pairs from Python's own documentation.
 """
@@ -6,6 +6,7 @@ Without options: a small model on question and answer pairs from Python's own do
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -15,11 +16,17 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from comparison import Comparison, loss_table, save_json, summary
+from demo_job import DemoJob
 from docstrings import write_docstring_pairs
-from picture import save_picture
+from lightning_liger.bench.measuring import measure
+from lightning_liger.bench.messages import Plan
+from lightning_liger.bench.picture import save_picture
+from lightning_liger.bench.results import Comparison
+from lightning_liger.bench.showing import losses, show
+from lightning_liger.bench.variants import FEATURES
+from lightning_liger.bench.worker import quiet
+from lightning_liger.printing import printable
 from sft_data import ACCEPTED, DataError, Pair, read_pairs, train_tokenizer
-from side_by_side import Outcome, Settings, VariantFailed, quiet, train_side_by_side
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,7 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", metavar="FILE.jsonl", help="rows to train on (default: the standard library's docstrings)")
     add("--model", metavar="PATH", help="local checkpoint directory or .gguf file (default: a small random Qwen2)")
-    add("--max-steps", type=int, default=24, help="optimizer steps of each variant (default: %(default)s)")
+    add("--max-steps", type=int, default=12, help="optimizer steps of each variant (default: %(default)s)")
     add("--batch-size", type=int, default=16, help="rows in a batch (default: %(default)s)")
     add("--max-length", type=int, default=512, help="longer rows are cut to this many tokens (default: %(default)s)")
     add("--lr", type=float, default=3e-4, help="learning rate of AdamW (default: %(default)s)")
@@ -37,7 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--accelerator", default="auto", help="Lightning's accelerator: cpu, cuda, auto, ... (default: %(default)s)")
     add("--precision", default="32-true", help="Lightning's precision (default: %(default)s)")
     add("--output", metavar="DIR", default="demo_output", help="where results are written (default: %(default)s)")
-    add("--steps-per-turn", type=int, default=4, help="steps before the other variant's turn (default: %(default)s)")
+    add("--steps-per-turn", type=int, default=3, help="steps before another variant's turn (default: %(default)s)")
     small = parser.add_argument_group("the small model that is made when no --model is given")
     small.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
     small.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64 (default: %(default)s)")
@@ -86,15 +93,14 @@ def make_small_model(args: argparse.Namespace, pairs: list[Pair], directory: Pat
     return f"Qwen2 architecture, {model.num_parameters() / 1e6:.1f} M parameters, random weights, seed {args.seed}"
 
 
-def show_turns(outcomes: dict[str, Outcome], settings: Settings) -> None:
-    plain, fast = outcomes["plain"], outcomes["accelerated"]
-    last = len(plain.losses)
-    steps = f"{last - len(plain.turns[-1].losses) + 1}-{last}"
-    warm_up = "   (warm-up, not measured)" if len(plain.turns) == 1 else ""
-    times = f"plain {plain.turns[-1].seconds:6.2f} s   accelerated {fast.turns[-1].seconds:6.2f} s"
-    if len(plain.turns) == 1:
-        print()  # the callback's report has just been printed
-    print(f"  steps {steps:>7}   {times}{warm_up}", flush=True)
+def save(result: Comparison, output: Path) -> str:
+    """Writes the numbers, and a picture where matplotlib is there; says where."""
+    (output / "result.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    try:
+        save_picture([result], output / "comparison.png")
+    except ImportError:
+        return f"Numbers: {output / 'result.json'} (install matplotlib for a picture)"
+    return f"Picture: {output / 'comparison.png'}   numbers: {output / 'result.json'}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,39 +128,32 @@ def main(argv: list[str] | None = None) -> int:
         description = make_small_model(args, pairs, output / "model")
     else:
         model = description = args.model
-    settings = Settings(
-        data=str(data),
-        model=model,
-        batch_size=args.batch_size,
-        max_length=args.max_length,
-        max_steps=args.max_steps,
-        steps_per_turn=min(args.steps_per_turn, args.max_steps // 2),
-        lr=args.lr,
-        seed=args.seed,
-        accelerator=args.accelerator,
-        precision=args.precision,
+    job = DemoJob(
+        str(data), model, args.batch_size, args.max_length, args.lr, args.seed, args.accelerator, args.precision
     )
-    print("The same LightningModule, trained twice: as it is, and with `callbacks=[LigerCallback()]`.\n")
+    turn = min(args.steps_per_turn, args.max_steps // 2)
+    plan = Plan(warmup=turn, steps=turn, turns=args.max_steps // turn - 1, seed=args.seed)
+    print("The same LightningModule, trained as it is, and with more of `callbacks=[LigerCallback(...)]` each time.\n")
     print(f"  data    {len(pairs):,} rows from {source}")
     print(f"  model   {description}")
     print(f"  batch   {args.batch_size} shuffled rows, padded to the longest, at most {args.max_length} tokens each")
-    print(f"  run     {args.max_steps} steps each, in turns; {args.precision}; torch {torch.__version__}\n", flush=True)
-    try:
-        outcomes = train_side_by_side(settings, lambda outcomes: show_turns(outcomes, settings))
-    except VariantFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+    print(
+        f"  run     {plan.most_steps} steps each, in turns; {args.precision}; torch {torch.__version__}\n", flush=True
+    )
+    # token batches hold several times as many samples a step: `lightning-liger bench` measures those as well
+    features = tuple(feature for feature in FEATURES if feature != "batches")
+    tell = lambda line: print(f"  {line}", flush=True)  # noqa: E731
+    result = measure(job, name="Result", plan=plan, features=features, tell=tell)
+    trace = result.plain.trace
+    if not result.plain.measured and not result.plain.out_of_memory:
+        # what the user can mend is one line; anything else needs its traceback
+        mendable = result.plain.failure.startswith(("DataError", "MisconfigurationException", "OSError"))
+        print(f"error: {result.plain.failure if mendable or not trace else trace}", file=sys.stderr)
         return 1
-    comparison = Comparison(settings, outcomes["plain"], outcomes["accelerated"])
-    save_json(comparison, output / "result.json")
-    print("\n" + loss_table(comparison))
-    print(summary(comparison))
-    picture = output / "comparison.png"
-    try:
-        save_picture(comparison, picture)
-        print(f"Picture: {picture}   numbers: {output / 'result.json'}   {time.perf_counter() - started:.0f} s in all")
-    except ImportError:
-        print(f"Numbers: {output / 'result.json'} (install matplotlib for a picture)")
-    problems = comparison.problems()
+    print("\n" + printable(losses(result)))
+    print("\n" + printable(show(result)) + "\n")
+    print(f"{save(result, output)}   {time.perf_counter() - started:.0f} s in all")
+    problems = result.problems()
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0

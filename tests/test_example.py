@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 
-from comparison import Comparison, loss_table, summary, table
 from docstrings import docstring_pairs
 from finetune import parse
 from sft_data import DataError, Pair, encode, read_pairs, train_tokenizer
 from sft_module import SFTDataModule
-from side_by_side import Outcome, Settings, Turn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SETTINGS = Settings("d", "m", 2, 64, 4, 2, 1e-3, 0, "cpu", "32-true")
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -153,32 +150,6 @@ def test_the_standard_library_always_tells_the_same() -> None:
     assert join["answer"].startswith("Join two or more pathname components")
 
 
-def outcome(*losses: float, seconds: float = 1.0) -> Outcome:
-    turns = [Turn(seconds, 50, 100, [loss], [step]) for step, loss in enumerate(losses)]
-    return Outcome("cpu", int(2e9 * seconds), turns)
-
-
-def test_the_verdict_on_losses_that_differ() -> None:
-    plain = outcome(3.0, 2.0)
-    assert Comparison(SETTINGS, plain, outcome(3.0, 2.00001)).problems() == []
-    assert "differ by 1.0e-03" in Comparison(SETTINGS, plain, outcome(3.0, 2.002)).problems()[0]
-    assert "differ by nan" in Comparison(SETTINGS, plain, outcome(float("nan"), 2.0)).problems()[0]
-    swapped = outcome(3.0, 2.0)
-    swapped.turns[0].checksums = [7]
-    assert "same batches" in Comparison(SETTINGS, plain, swapped).problems()[0]
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_the_tables_with_and_without_rich(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not rich:
-        monkeypatch.setattr("comparison.Table", None)
-    comparison = Comparison(SETTINGS, outcome(3.0, 2.0), outcome(3.0, 2.0, seconds=0.5))
-    text = summary(comparison)
-    assert all(part in text for part in ("real tokens per second", "100", "2.00×", "2.00 GB", "1.00 GB", "50%"))
-    assert "2.000000" in loss_table(comparison)
-    assert table("Title", ("a", "b"), [("x", "1")]).startswith("Title\n")
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -220,9 +191,11 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     small = ("--layers", "1", "--hidden-size", "128", "--vocab-size", "512", "--max-length", "128", "--batch-size", "4")
     result = finetune(tmp_path, *small, "--max-steps", "4", "--steps-per-turn", "2", "--accelerator", "cpu")
     assert result.returncode == 0, result.stderr
-    assert "real tokens per second" in result.stdout
+    assert "Loss per step, on the same batches" in result.stdout
+    assert "tokens/s         real tokens trained per second" in result.stdout
     numbers = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
-    assert numbers["same_batches"]
-    assert numbers["largest_relative_loss_difference"] <= 1e-5
-    assert len(numbers["accelerated"]["losses"]) == 4
+    measured = {v["name"]: v for v in numbers["variants"] if not v["skipped"]}
+    assert numbers["problems"] == [] and list(measured) == ["plain", "+fused head", "+padding-free"]
+    assert all(len(v["losses"]) == 4 for v in measured.values())
+    assert measured["+padding-free"]["largest_relative_loss_difference"] <= 1e-5
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""The comparison as a picture: bars of tokens per second and of memory. Needs matplotlib."""
+"""The comparison as a picture: the loss, and bars of tokens per second and of memory. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def save_picture(comparisons: list[Comparison], path: Path) -> None:
     heights = [0.9 + 0.42 * len(rows) for _, rows in shown]
     with pyplot.rc_context(_STYLE):
         figure, axes = pyplot.subplots(
-            len(shown), 2, figsize=(12, sum(heights) + 0.3), height_ratios=heights, squeeze=False
+            len(shown), 3, figsize=(15, sum(heights) + 0.3), height_ratios=heights, squeeze=False
         )
         figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12)
-        for (speed, memory), (comparison, rows) in zip(axes, shown, strict=True):
+        for (speed, memory, loss), (comparison, rows) in zip(axes, shown, strict=True):
             name = f"{comparison.name}: " if comparison.name else ""
             _bars(speed, f"{name}real tokens per second", rows, [_speed(row) for row in rows], "{:,.0f}")
             _bars(memory, "Peak memory of training, GB", rows, [_memory(row) for row in rows], "{:.2f}")
+            _curves(loss, comparison)
         figure.savefig(path, dpi=150, facecolor="white")
         pyplot.close(figure)
 
@@ -74,6 +75,29 @@ def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], fo
     axes.margins(x=0.18)
     axes.set_xlim(left=0)
     axes.grid(axis="x")
+
+
+def _curves(axes: Any, comparison: Comparison) -> None:
+    """Plain's losses, and on them those of the last variant that saw the same batches."""
+    axes.set_title("Loss on the same batches")
+    same = [row for row in comparison.rows[1:] if row.measured and row.variant.same_batches]
+    shown = ([comparison.plain] if comparison.plain.measured else []) + same[-1:]
+    for row, wide in zip(shown, (True, False), strict=False):
+        plain = row is comparison.plain
+        steps = range(1, len(row.losses(0)) + 1)
+        axes.plot(
+            steps,
+            row.losses(0),
+            color=_PLAIN if plain else _FAST,
+            linewidth=5 if wide else 1.6,
+            solid_capstyle="round",
+            label=row.name,
+        )
+    axes.set_xlabel("optimizer step", color=_MUTED)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid()
+    if shown:
+        axes.legend(frameon=False, labelcolor=_INK)
 
 
 def _speed(row: Row) -> float | None:

@@ -12,6 +12,7 @@ from lightning_liger.printing import table
 
 _WIDTH = 100
 _EMPTY = "–"
+_SHOWN_LOSSES = 24
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ def show(comparison: Comparison) -> str:
     if notes:
         parts += ["", *(line for note in notes for line in _wrapped(note, first="  - ", rest="    "))]
     return "\n".join(parts)
+
+
+def losses(comparison: Comparison) -> str:
+    """The loss of each step, of all variants that saw the same batches; of some steps where there are many."""
+    shown = [row for row in comparison.rows if row.measured and row.variant.same_batches]
+    if not shown:
+        return "No variant came as far as a loss."
+    count = min(len(row.losses(0)) for row in shown)
+    every = -(-count // _SHOWN_LOSSES)
+    steps = [step for step in range(count) if step % every == 0 or step == count - 1]
+    title = "Loss per step, on the same batches" if every == 1 else f"Loss at every {every}th step, on the same batches"
+    rows = [[str(step + 1), *(f"{row.losses(0)[step]:.6f}" for row in shown)] for step in steps]
+    return f"{title}\n{table(['step', *(row.name for row in shown)], rows, numbers=True)}"
 
 
 def _title(comparison: Comparison) -> str:
@@ -84,7 +98,8 @@ def _notes(comparison: Comparison) -> list[str]:
             found.append(f"{row.name}: a batch did not fit into memory; the other variants went on without it.")
         elif row.failure and not _skipped(row):
             found.append(f"{row.name}: {row.failure}")
-    last = next((row for row in comparison.rows[::-1] if row.reasons and row.measured), None)
+    # the rows above have features off on purpose, and would say so
+    last = next((row for row in comparison.rows[::-1] if row.measured), None)
     if last is not None:
         found += [f"{last.name}: {reason}" for reason in last.reasons]
     return found
