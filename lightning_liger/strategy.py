@@ -22,6 +22,7 @@ from lightning_liger.parallel.checkpoint import StateDictType
 from lightning_liger.parallel.checkpointing import Checkpointing
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.groups import compute_dtypes
+from lightning_liger.parallel.leaving import leave_quietly
 from lightning_liger.parallel.memory import Memory
 from lightning_liger.parallel.mesh import build_mesh, check_offload, check_sizes, data_rank, sharding_mesh
 from lightning_liger.parallel.optimizers import move_to
@@ -53,7 +54,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
             keeps them where the memory plan of the first batch says that they fit.
         offload: keep parameters, gradients and optimizer state in host memory.
         activation_checkpointing: ``"none"``; ``"full"`` keeps only each block's inputs for backward and computes the block
-            again; ``"selective"`` also keeps what attention and every second matrix product gave.
+            again; ``"selective"`` also keeps as much of what attention and matrix products gave as memory has room for.
         weights: values for models built on the ``meta`` device: ``"auto"`` is the checkpoint that a transformers
             configuration names, else the model's own initialisation; ``"init"`` always that; or a checkpoint's path.
         prefetch: how many blocks to gather ahead; 0 leaves FSDP its own one.
@@ -137,6 +138,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
             raise ValueError("sync_batchnorm=True has no effect under the liger_fsdp strategy. Leave it out.")
         self._device_kind.setup_device(self.root_device)
         self._setup_distributed()
+        leave_quietly()
         if self._offload:
             check_offload(self.root_device)
         if self._device_mesh is None:
