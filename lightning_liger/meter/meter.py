@@ -76,7 +76,6 @@ class Meter(TrainingHooks):
         self._restart()
 
     def begin_epoch(self, trainer: Any, module: Any) -> None:
-        self._counting.begin_epoch(module)
         if self._stopwatch is not None:
             self._stopwatch.start()
 
@@ -84,6 +83,8 @@ class Meter(TrainingHooks):
         if self._stopwatch is not None:
             self._stopwatch.begin()
             self._stopwatch.follow(trainer.fit_loop, self._wrap)
+        if index == 0:  # callbacks that thaw layers have been called for this epoch
+            self._counting.begin_epoch(module)
         self._counting.begin_batch()
 
     def before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:

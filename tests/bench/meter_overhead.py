@@ -40,7 +40,7 @@ class Turns(L.Callback):
         self._meter: Meter | None = None
         self._began = 0.0
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         (self._meter,) = (h for h in self.ours._hooks if isinstance(h, Meter))
         hooks = ("begin_batch", "before_backward", "after_backward", "before_optimizer_step", "end_batch")
         for name in hooks:
@@ -67,6 +67,8 @@ class Turns(L.Callback):
         self.ours._hooks = [*others, self._meter] if on else others
         for log in (self.ours.report.padding.log, self.ours.report.head.log):
             log.wanted = on
+        if block == WARM_UP:  # what happens once: the model is read, a step watched, a peak perhaps measured
+            self.inside, self.steps_inside = 0.0, 0
         self.steps_inside += BLOCK * on
         self._began = time.perf_counter()
 

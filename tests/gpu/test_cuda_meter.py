@@ -44,7 +44,7 @@ class Watch(L.Callback):
         self.ours, self.every = ours, every
         self.began = self.seconds = 0.0
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         (meter,) = (h for h in self.ours._hooks if isinstance(h, Meter))
         for name in ("begin_batch", "before_backward", "after_backward", "before_optimizer_step", "end_batch"):
             setattr(meter, name, self._guarded(getattr(meter, name), trainer))
