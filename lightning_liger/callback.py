@@ -35,6 +35,7 @@ from lightning_liger.foreign_strategies import (
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.meter import Meter
+from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
 from lightning_liger.printing import printable
 from lightning_liger.proof.kernels import KernelProof
@@ -200,6 +201,7 @@ class LigerCallback(_Base):
         self._hooks = [] if self._batches is None else [self._batches, DeepSpeedSamples(self._batches.report)]
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
+        self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
         if self.settings.verify != "off" or self.settings.profile is not None:
             self._hooks.append(KernelProof(self._handle, self.settings.verify, self.settings.profile, self._say))

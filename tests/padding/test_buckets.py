@@ -242,3 +242,8 @@ def test_a_training_with_and_without() -> None:
     padding = shaped.report["padding_free"]
     assert padding["shapes"] >= 1 and 0 < padding["filler_fraction"] < 0.5
     assert "filler" in callback.report.render()
+
+
+def test_the_end_says_how_many_shapes_there_were(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Plain(causal_lm()), loader(), LigerCallback(shape_buckets=[48, 96]))
+    assert "lightning-liger: batches had 1 shape, and " in capsys.readouterr().out.splitlines()[-1]
