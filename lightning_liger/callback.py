@@ -38,6 +38,7 @@ from lightning_liger.meter.meter import Meter
 from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
 from lightning_liger.printing import printable
+from lightning_liger.proof.equivalence import EquivalenceProof
 from lightning_liger.proof.kernels import KernelProof
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings, check_option_names
@@ -203,6 +204,8 @@ class LigerCallback(_Base):
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
+        if self.settings.verify != "off":
+            self._hooks.append(EquivalenceProof(self._handle, self.settings.verify, self._wrapped.wrap))
         if self.settings.verify != "off" or self.settings.profile is not None:
             self._hooks.append(KernelProof(self._handle, self.settings.verify, self.settings.profile, self._say))
         self._first_batch = True

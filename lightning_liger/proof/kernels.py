@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -17,6 +16,7 @@ from lightning_liger.kernels.device import interpreted
 from lightning_liger.patching import inside_compiled
 from lightning_liger.proof.profiled import Seen, is_profiling, keep_trace, profiler, read
 from lightning_liger.proof.ranges import ModuleRanges
+from lightning_liger.proof.ranks import everywhere
 from lightning_liger.proof.report import KernelProofReport, ProofError
 from lightning_liger.proof.requested import Finding, Request, clean, judge, requests
 
@@ -96,7 +96,7 @@ class KernelProof(TrainingHooks):
         proof.missing += _refused_by_name(self._accelerated())
         if self._verify == "off":
             return
-        missing = _over_ranks(proof.missing, trainer)
+        missing = list(dict.fromkeys(line for lines in everywhere(proof.missing, trainer) for line in lines))
         if missing and self._verify == "strict":
             raise ProofError(_message(missing))
         if self._batches > 1:
@@ -181,15 +181,6 @@ def _refused_by_name(handle: Accelerated) -> list[str]:
             why = report.off or "; ".join(known.refused if known is not None else ()) or "no module looks like it"
             missing.append(f"kernels={{{op!r}: True}}: {why}")
     return missing
-
-
-def _over_ranks(missing: list[str], trainer: Any) -> list[str]:
-    """What is missing anywhere: all ranks go on, or all of them stop. A collective."""
-    if trainer.world_size <= 1 or not (dist.is_available() and dist.is_initialized()):
-        return missing
-    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, missing)
-    return list(dict.fromkeys(line for lines in everywhere for line in lines))
 
 
 def _lines(proof: KernelProofReport) -> list[str]:

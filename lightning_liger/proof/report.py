@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_liger.proof.comparing import Agreement
 
 
 class ProofError(RuntimeError):
@@ -69,19 +72,68 @@ class KernelProofReport:
 
 
 @dataclass
+class EquivalenceReport:
+    """Plain against accelerated on the first batch.
+
+    Attributes:
+        agreement: the numbers; None where nothing was compared.
+        seconds: what the comparison took.
+        mismatch: what computed something else, with what was seen.
+        switched_off: features that are off because of that.
+        skipped: why nothing was compared, or ``""``.
+    """
+
+    agreement: Agreement | None = None
+    seconds: float = 0.0
+    mismatch: str = ""
+    switched_off: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def line(self) -> str:
+        found = self.agreement
+        assert found is not None
+        text = (
+            f"loss {found.loss[0]:.6g} plain, {found.loss[1]:.6g} accelerated; gradient norm {found.gradient_norm[0]:.4g} "
+            f"and {found.gradient_norm[1]:.4g}, {found.gradient_difference:.1e} apart (plain's own rounding "
+            f"{found.own_gradient:.1e})"
+        )
+        return text + (f"; furthest: {found.worst}, {found.worst_difference:.1e}" if found.worst else "")
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        if self.agreement is None:
+            return []
+        return [("Equivalence", "first batch", f"DIFFERS: {self.mismatch}" if self.mismatch else self.line())]
+
+    def reasons(self) -> list[str]:
+        lines = [f"Equivalence: not compared: {self.skipped}"] if self.skipped else []
+        return lines + ([f"Equivalence: {self.mismatch}"] if self.mismatch else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "agreement": None if self.agreement is None else asdict(self.agreement),
+            "seconds": self.seconds,
+            "mismatch": self.mismatch,
+            "switched_off": list(self.switched_off),
+            "skipped": self.skipped,
+        }
+
+
+@dataclass
 class ProofReport:
     """Both proofs of one training."""
 
     kernels: KernelProofReport = field(default_factory=KernelProofReport)
+    equivalence: EquivalenceReport = field(default_factory=EquivalenceReport)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        return [self.kernels.row()] if self.kernels.step and self.kernels.ran else []
+        kernels = [self.kernels.row()] if self.kernels.step and self.kernels.ran else []
+        return [*kernels, *self.equivalence.rows()]
 
     def reasons(self) -> list[str]:
-        return self.kernels.reasons()
+        return self.kernels.reasons() + self.equivalence.reasons()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kernels": self.kernels.to_dict()}
+        return {"kernels": self.kernels.to_dict(), "equivalence": self.equivalence.to_dict()}
 
 
 _MOST = 4
