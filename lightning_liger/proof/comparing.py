@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_liger.proof.rounding import unit_roundoff
+from lightning_liger.proof.rounding import roundoff_of_sum
 
 
 @dataclass
@@ -62,12 +62,27 @@ class Agreement:
         return self.worst_ratio <= 1 and self.loss_ratio <= 1  # a NaN does not
 
 
-def gradients(loss: Tensor, targets: Sequence[Tensor]) -> Run:
-    """Of ``loss``; no ``.grad``, and no hook on its accumulation, is touched."""
+def gradients(loss: Tensor, targets: Sequence[Tensor], *, collected: bool = False) -> Run:
+    """Of ``loss``; every ``.grad`` is afterwards what it was.
+
+    Args:
+        collected: by ``backward()``, as reentrant checkpointing needs it; otherwise no hook on the accumulation of
+            gradients is called.
+    """
     if not loss.requires_grad:
         return Run(loss.detach(), [None] * len(targets))
-    found = torch.autograd.grad(loss, list(targets), allow_unused=True)
-    return Run(loss.detach(), [None if g is None else g.detach() for g in found])
+    if not collected:
+        found = torch.autograd.grad(loss, list(targets), allow_unused=True)
+        return Run(loss.detach(), [None if g is None else g.detach() for g in found])
+    before = [t.grad for t in targets]
+    try:
+        for t in targets:
+            t.grad = None
+        loss.backward()
+        return Run(loss.detach(), [None if t.grad is None else t.grad.detach() for t in targets])
+    finally:
+        for t, grad in zip(targets, before, strict=True):
+            t.grad = grad
 
 
 def distance(a: Run, b: Run) -> Distance:
@@ -79,26 +94,27 @@ def norms(run: Run) -> list[float]:
     return _norms(run.gradients)
 
 
-def judge(plain: Run, ours: Run, own: Distance, names: Sequence[str]) -> Agreement:
+def judge(plain: Run, ours: Run, own: Distance, names: Sequence[str], rows: int) -> Agreement:
     """Whether ``ours`` is as good an answer as ``plain``.
 
     Both runs round, each by about ``own``: so the difference may be twice that. A gradient that happened to move little
     is granted the relative error of all of them together, and one that is nothing but rounding (the bias of a key
-    projection) one unit roundoff of the whole.
+    projection) one unit roundoff of the whole. Gradients of weights are sums over the batch's ``rows``.
     """
     apart, sizes, our_sizes = distance(ours, plain), norms(plain), norms(ours)
     whole, our_whole = _whole(sizes), _whole(our_sizes)
     relative = _whole(own.gradients) / whole if whole else 0.0
-    unit = max((unit_roundoff(g.dtype, g.device) for g in plain.gradients if g is not None), default=0.0)
+    unit = max((roundoff_of_sum(1, g.dtype, g.device) for g in plain.gradients if g is not None), default=0.0)
+    summed = max((roundoff_of_sum(rows, g.dtype, g.device) for g in plain.gradients if g is not None), default=0.0)
     worst, worst_ratio, worst_difference = "", 0.0, 0.0
     for name, difference, its_own, size in zip(names, apart.gradients, own.gradients, sizes, strict=True):
-        tolerated = 2 * max(its_own, relative * size) + unit * whole
+        tolerated = 2 * (max(its_own, relative * size) + summed * size) + unit * whole
         ratio = difference / tolerated if tolerated else (0.0 if difference == 0 else float("inf"))
         if not ratio <= worst_ratio:
             worst, worst_ratio, worst_difference = name, ratio, difference / size if size else float("inf")
     loss, our_loss = float(plain.loss), float(ours.loss)
-    unit_of_loss = unit_roundoff(plain.loss.dtype, plain.loss.device)
-    tolerated = 2 * max(own.loss, relative * abs(loss)) + 2 * unit_of_loss * abs(loss)
+    summed = roundoff_of_sum(rows, plain.loss.dtype, plain.loss.device)
+    tolerated = 2 * (max(own.loss, relative * abs(loss)) + summed * abs(loss))
     return Agreement(
         loss=(loss, our_loss),
         gradient_norm=(whole, our_whole),

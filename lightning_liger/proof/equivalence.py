@@ -184,6 +184,7 @@ class _Runs:
         named = [(clean(n), p) for n, p in root.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
+        self._collected = any(_checkpoints_reentrantly(m) for u in tape.units for m in u.module.modules())
         self.blamed: list[str] = []
 
     def compare(self) -> tuple[Agreement | None, str]:
@@ -195,17 +196,17 @@ class _Runs:
             return None, "the loss has no gradients"
         ours = self._run()
         own = self._own_error(plain, 1)
-        agreement = judge(plain, ours, own, self._names)
+        agreement = judge(plain, ours, own, self._names, self._tape.rows)
         if agreement.agrees:
             return agreement, ""
         other = distance(self._run(plain=True, seed=1), plain)
         if other.loss or any(other.gradients):
-            drawn = judge(plain, self._run(plain=True, seed=1), own, self._names)
+            drawn = judge(plain, self._run(plain=True, seed=1), own, self._names, self._tape.rows)
             if not drawn.agrees:
                 return None, "the model draws random numbers, and two plain runs differ as well"
         for sample in range(2, 2 + _MORE_SAMPLES):
             own = own.widest(self._own_error(plain, sample))
-        agreement = judge(plain, ours, own, self._names)
+        agreement = judge(plain, ours, own, self._names, self._tape.rows)
         if not agreement.agrees:
             self.blamed = self._blame(plain, own)
         return agreement, ""
@@ -215,13 +216,13 @@ class _Runs:
         applied = features(self._handle)
         for name in applied:
             with muted(self._handle, [name]):
-                if judge(plain, self._run(), own, self._names).agrees:
+                if judge(plain, self._run(), own, self._names, self._tape.rows).agrees:
                     return [name]
         gone: list[str] = []
         for name in applied:
             gone.append(name)
             with muted(self._handle, gone):
-                if judge(plain, self._run(), own, self._names).agrees:
+                if judge(plain, self._run(), own, self._names, self._tape.rows).agrees:
                     return gone
         return applied
 
@@ -231,12 +232,21 @@ class _Runs:
     def _run(self, *, plain: bool = False, seed: int = 0, rounding: int = 0) -> Run:
         with self._handle.paused() if plain else nullcontext(), Rounding(rounding) if rounding else nullcontext():
             loss, leaves = self._tape.again(reseeding(self._device, seed))
-        found = gradients(loss.reshape(()) if loss.numel() == 1 else loss.sum(), [*self._parameters, *leaves])
+        loss = loss.reshape(()) if loss.numel() == 1 else loss.sum()
+        found = gradients(loss, [*self._parameters, *leaves], collected=self._collected)
         self._names += [f"input {i}" for i in range(len(self._names), len(found.gradients))]
         return found
 
     def forget(self) -> None:
         self._tape = None  # type: ignore[assignment]
+
+
+def _checkpoints_reentrantly(module: nn.Module) -> bool:
+    """Whether transformers' switch for it is on; ``torch.autograd.grad`` cannot go through that."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return bool(getattr(module, "gradient_checkpointing", False)) and bool(
+        getattr(function, "keywords", {}).get("use_reentrant", True)
+    )
 
 
 def _seen(agreement: Agreement) -> str:

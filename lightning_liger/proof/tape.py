@@ -119,6 +119,7 @@ class Tape(TorchFunctionMode):
         self._count = 0
         self._initial: dict[int, Tensor] = {}
         self._without_graph: set[int] = set()
+        self.rows = 1
 
     # -- writing down ----------------------------------------------------------------------------------------------
 
@@ -208,6 +209,8 @@ class Tape(TorchFunctionMode):
         outputs = [
             (self.number_of(t) or self._number(t)) if t.is_floating_point() or t.is_complex() else None for t in made
         ]
+        if unit is not None:
+            self.rows = max(self.rows, *(t.numel() // max(t.shape[-1], 1) for t in made if t.dim() > 1), 1)
         if not surroundings.gradients:
             self._without_graph.update(n for n in outputs if n is not None)
         if writes or any(n is not None for n in outputs):

@@ -38,10 +38,10 @@ class Unit(Rebound):
 
 
 def find_units(root: nn.Module, bindings: list[Binding]) -> dict[nn.Module, str]:
-    """Backbones, heads, and for whatever is bound outside of these the module of the user's that holds it."""
+    """Backbones and decoders, heads, and for whatever is bound outside of these the module of the user's that holds it."""
     paths = {module: clean(path) for path, module in root.named_modules()}
     bound = [(m, b.feature) for b in bindings if (m := b.module()) is not None and b.feature and m in paths]
-    units = {m: paths[m] for m, feature in bound if feature in ("padding", "head+loss") and m is not root}
+    units = {m: paths[m] for m, feature in bound if feature == "padding" or (feature == "head+loss" and m is not root)}
     covered = {inner for unit in units for inner in unit.modules()}
     for module, _ in bound:
         if module in covered:

@@ -49,3 +49,28 @@ def test_a_module_that_stands_aside_is_named_with_the_reason() -> None:
     found = run.report["proof"]["kernels"]
     assert found["ran"]["RMSNorm"] == [4, 5]
     assert any("RMSNorm on model.model.norm: " in line for line in found["missing"])
+
+
+def test_a_wrong_epsilon_in_a_wrapper_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound as right as ever, and changed afterwards: the comparison before binding cannot see it."""
+    from lightning_liger.kernels import norms
+
+    right = norms.rms_norm
+
+    class Changes(Restores):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            monkeypatch.setattr(norms, "rms_norm", lambda x, w, eps, *rest: right(x, w, 100 * eps, *rest))
+
+    callback = LigerCallback(verbose=False, kernels=True)
+    with pytest.warns(UserWarning, match="RMSNorm computes something else than the plain code"):
+        run = fit(Plain(tiny("llama")), loader(), callback, max_steps=2, callbacks=[Changes()])
+    assert run.report["proof"]["equivalence"]["switched_off"] == ["RMSNorm"]
+    ops = run.report["kernels"]["ops"]
+    assert any("computes something else" in reason for reason in ops["rms_norm"]["refused"])
+    assert ops["swiglu"]["calls"] == 4 and ops["rms_norm"]["calls"] == 5, "the others go on"
+
+
+def test_kernels_agree_with_plain_code() -> None:
+    run = fit(Plain(tiny("llama")), loader(), LigerCallback(verbose=False, kernels=True, verify="strict"), max_steps=1)
+    found = run.report["proof"]["equivalence"]
+    assert found["agreement"]["gradient_difference"] < 1e-5 and not found["skipped"]
