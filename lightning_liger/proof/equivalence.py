@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightning_liger.accelerate import Accelerated
 from lightning_liger.hooks import TrainingHooks
-from lightning_liger.patching import Switch, calls_compiled, inside_compiled
+from lightning_liger.patching import Switch, bindings_of, calls_compiled, inside_compiled
 from lightning_liger.proof.blame import features, muted, switch_off
 from lightning_liger.proof.comparing import Agreement, Distance, Run, distance, gradients, judge
+from lightning_liger.proof.fitting import missing_memory, some_rows
 from lightning_liger.proof.ranks import any_rank, everywhere
 from lightning_liger.proof.report import EquivalenceReport, ProofError
 from lightning_liger.proof.requested import clean
@@ -53,6 +54,7 @@ class EquivalenceProof(TrainingHooks):
         self._loss: Tensor | None = None
         self._units: list[Unit] = []
         self._over = False
+        self._allocated = self._peak = 0
 
     @property
     def _report(self) -> EquivalenceReport:
@@ -87,8 +89,14 @@ class EquivalenceProof(TrainingHooks):
         if any_rank(bool(reason), trainer):
             self._report.skipped = reason or "another rank cannot"
             return
+        if module.device.type == "cuda":
+            self._allocated = torch.cuda.memory_allocated(module.device)
         self._tape = Tape(tuple({"cpu", module.device.type}))
-        for found, path in find_units(module, handle.bindings()).items():
+        units = find_units(module, handle.bindings())
+        if any(isinstance(b, Unit) for found in units for b in bindings_of(found)):
+            self._tape = None  # another LigerCallback of this Trainer compares it
+            return
+        for found, path in units.items():
             unit = Unit(found, Switch(True), path, self._tape)
             unit.bind()
             self._units.append(unit)
@@ -103,6 +111,7 @@ class EquivalenceProof(TrainingHooks):
             return
         self._tape = None
         tape.recording = False
+        self._peak = torch.cuda.max_memory_allocated(module.device) if module.device.type == "cuda" else 0
         started = time.perf_counter()
         try:
             with tape.suspended():
@@ -117,6 +126,10 @@ class EquivalenceProof(TrainingHooks):
                     self._report.skipped = problem or "another rank cannot"
                     return
                 self._prove(trainer, module, tape)
+                if self._peak and torch.cuda.max_memory_allocated(module.device) > self._peak:
+                    # what was made here is no part of the training's peak
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats(module.device)
         finally:
             self.close()
             self._report.seconds = time.perf_counter() - started
@@ -137,21 +150,22 @@ class EquivalenceProof(TrainingHooks):
 
     def _prove(self, trainer: Any, module: Any, tape: Tape) -> None:
         handle, report = self._accelerated(), self._report
-        runs = _Runs(module, tape, handle, module.device)
-        agreement, reason = None, ""
+        agreement, reason, blamed = None, "", []
+        too_large = missing_memory(module, handle, module.device, self._allocated)
         with unharmed([u.module for u in tape.units], handle.bindings(), module.device), handle.report.unnoticed():
             try:
+                if too_large:
+                    report.part = too_large
+                    tape, report.part = some_rows(tape, handle)
+                runs = _Runs(module, tape, handle, module.device)
                 agreement, reason = runs.compare()
+                blamed = runs.blamed
             except CannotRepeat as error:
-                report.skipped = str(error)
+                report.skipped = f"{too_large}, and {error}" if too_large else str(error)
             except torch.OutOfMemoryError:
                 report.skipped = "there is no memory for a plain run of the first batch"
             except Exception as error:  # code of the user's, called where they did not expect it
                 report.skipped = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            blamed = runs.blamed if agreement is not None else []
-            runs.forget()
-        if module.device.type == "cuda":
-            torch.cuda.empty_cache()
         report.agreement = agreement
         if reason and not blamed:
             report.skipped = reason
@@ -236,9 +250,6 @@ class _Runs:
         found = gradients(loss, [*self._parameters, *leaves], collected=self._collected)
         self._names += [f"input {i}" for i in range(len(self._names), len(found.gradients))]
         return found
-
-    def forget(self) -> None:
-        self._tape = None  # type: ignore[assignment]
 
 
 def _checkpoints_reentrantly(module: nn.Module) -> bool:

@@ -77,6 +77,7 @@ class EquivalenceReport:
 
     Attributes:
         agreement: the numbers; None where nothing was compared.
+        part: which part of the batch was compared, if not all of it.
         seconds: what the comparison took.
         mismatch: what computed something else, with what was seen.
         switched_off: features that are off because of that.
@@ -84,6 +85,7 @@ class EquivalenceReport:
     """
 
     agreement: Agreement | None = None
+    part: str = ""
     seconds: float = 0.0
     mismatch: str = ""
     switched_off: list[str] = field(default_factory=list)
@@ -102,7 +104,13 @@ class EquivalenceReport:
     def rows(self) -> list[tuple[str, str, str]]:
         if self.agreement is None:
             return []
-        return [("Equivalence", "first batch", f"DIFFERS: {self.mismatch}" if self.mismatch else self.line())]
+        return [
+            (
+                "Equivalence",
+                f"first batch{self.part and ', '}{self.part}",
+                f"DIFFERS: {self.mismatch}" if self.mismatch else self.line(),
+            )
+        ]
 
     def reasons(self) -> list[str]:
         lines = [f"Equivalence: not compared: {self.skipped}"] if self.skipped else []
@@ -111,6 +119,7 @@ class EquivalenceReport:
     def to_dict(self) -> dict[str, Any]:
         return {
             "agreement": None if self.agreement is None else asdict(self.agreement),
+            "part": self.part,
             "seconds": self.seconds,
             "mismatch": self.mismatch,
             "switched_off": list(self.switched_off),

@@ -245,6 +245,15 @@ class Tape(TorchFunctionMode):
     def units(self) -> list[Any]:
         return list(dict.fromkeys(call.unit for call in self._calls if call.unit is not None))
 
+    def unit_calls(self) -> Iterator[tuple[Any, Any, Any]]:
+        """``(unit, args, kwargs)`` of the calls with gradients whose arguments were made by no other call."""
+        for call in self._calls:
+            given = _leaves((call.args, call.kwargs))
+            if call.unit is None or not call.surroundings.gradients or any(isinstance(v, _Ref) for v in given):
+                continue
+            args, kwargs = tree_map(lambda v: v.unchanged() if isinstance(v, _Given) else v, (call.args, call.kwargs))
+            yield call.unit, args, kwargs
+
     def again(self, reseed: Callable[[int], None]) -> tuple[Tensor, list[Tensor]]:
         """Go the way again; returns the loss, and the leaves that stand for graphs that are not made again.
 

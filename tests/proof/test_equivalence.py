@@ -240,6 +240,19 @@ def test_a_wrong_fused_loss_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.report["fused_head"]["fused_calls"] == 1
 
 
+def test_rows_are_compared_where_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_liger.proof import equivalence, fitting
+
+    monkeypatch.setattr(equivalence, "missing_memory", lambda *_: "it would not fit")
+    monkeypatch.setattr(fitting, "_ROWS_TOKENS", 30)
+    run = fit(Plain(causal_lm("llama")), loader(), LigerCallback(verbose=False, verify="strict"))
+    assert compared(run)["gradient_difference"] < 2e-6
+    assert proof(run)["part"] == "2 of 4 rows, hidden states only"
+    monkeypatch.setattr(attention, "by_torch", _one_document)
+    with pytest.raises(ProofError, match="padding removal"):
+        fit(Plain(causal_lm("llama")), loader(), LigerCallback(verbose=False, verify="strict"))
+
+
 # -- what cannot be compared is said -----------------------------------------------------------------------------------
 
 
