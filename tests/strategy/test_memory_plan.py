@@ -18,6 +18,7 @@ from lightning_liger import LigerCallback, LigerFSDPStrategy
 from lightning_liger.kernels.mlps import GatedMLPBinding, GatedSpec
 from lightning_liger.kernels.norms import RMSNormBinding
 from lightning_liger.kernels.report import OpReport
+from lightning_liger.parallel import memory_plan, planning
 from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers
 from lightning_liger.parallel.memory_plan import UNCOUNTED, MemoryPlan, State, optimizer_bytes, state_factor
 from lightning_liger.parallel.planning import read_batch
@@ -293,3 +294,32 @@ def test_bound_kernels_are_counted_as_what_they_keep() -> None:
 def test_options_that_do_not_exist(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}={value!r}: expected"):
         LigerFSDPStrategy(**{option: value})
+
+
+def test_selective_checkpointing_by_what_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "FRACTION_USABLE", 1.0)
+
+    def run(capacity: int) -> tuple[dict[str, Any], list[Tensor]]:
+        monkeypatch.setattr(planning, "capacity_of", lambda _: capacity)
+        callback, module = LigerCallback(verbose=False), modules.InInit("llama")
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=LigerFSDPStrategy(bf16=False, activation_checkpointing="selective"),
+            callbacks=[callback],
+            max_steps=2,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, modules.loader())
+        return callback.report.to_dict()["memory_plan"], [p.detach().clone() for p in module.parameters()]
+
+    least, most = run(0), run(2**40)
+    half = run((least[0]["peak"] + most[0]["peak"]) // 2)
+    assert (least[0]["kept"], most[0]["kept"]) == ("nothing", "everything")
+    assert half[0]["fits"] and "product" in half[0]["kept"], half[0]
+    assert least[0]["peak"] < half[0]["peak"] < most[0]["peak"]
+    for other in (most, half):
+        assert all(torch.equal(a, b) for a, b in zip(least[1], other[1], strict=True))
