@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_liger.head.lazy import LazyRows, lazy
 from lightning_liger.head.unsettled import unsettled
 from lightning_liger.head.view import PlainSource, Source, View
+from lightning_liger.mirrored import cpu_values
 
 T = Tensor
 
@@ -155,6 +156,18 @@ def _on_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _is_small_part(view: View) -> bool:
     """``hidden[:, 0]``: cheaper read than computed together with all the other rows."""
     return isinstance(view.source, Source) and 2 * view.position.numel() <= view.source.root.numel()
+
+
+def picked(tensor: LazyRows) -> Tensor:
+    """A few rows that were picked by number, none of them padding, as ordinary values: a reward at each last token."""
+    view = tensor.view_
+    if not view.is_hidden_rows() or not _is_small_part(view) or cpu_values(view.position) is None:
+        return tensor
+    pads = view.padding()
+    if pads is not None and bool(pads.any()):
+        return tensor
+    tensor.consume("indexing")
+    return view.dense()
 
 
 def _on_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: LazyRows) -> Any:

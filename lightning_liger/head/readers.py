@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.head.hidden_rows import picked
 from lightning_liger.head.lazy import HANDLERS, LazyRows, handles, lazy
 from lightning_liger.head.likelihood import likelihood_of
 from lightning_liger.head.mixing import has_head
@@ -140,7 +141,13 @@ _moved = HANDLERS[T.__getitem__]
 @handles(T.__getitem__)
 def _getitem(tensor: Any, index: Any) -> Any:
     made = _moved(tensor, index)
+    if isinstance(made, LazyRows) and any(isinstance(i, (Tensor, list)) for i in _items(index)):
+        return picked(made)  # a copy: writing into it changes nothing else
     return _indexed(tensor, index) if made is NotImplemented and isinstance(tensor, LazyRows) else made
+
+
+def _items(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 # -- reductions over the vocabulary ----------------------------------------------------------------------------------

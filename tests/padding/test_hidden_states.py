@@ -113,6 +113,12 @@ def reward_everywhere_then_last(model: Any, inputs: dict[str, Tensor]) -> Tensor
     return F.logsigmoid(scores[torch.arange(scores.shape[0]), last, 0]).mean()
 
 
+def reward_picked_then_squeezed(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    scores = model.head(model.hidden(inputs))
+    last = inputs["attention_mask"].sum(1) - 1
+    return F.logsigmoid(scores[torch.arange(scores.shape[0]), last].squeeze(-1)).mean()
+
+
 def values_under_a_mask(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     values = model.head(model.hidden(inputs)).squeeze(-1)
     mask = inputs["attention_mask"]
@@ -137,7 +143,8 @@ def highest(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return model.head(model.hidden(inputs).max(1).values).square().sum()
 
 
-READ_NO_PADDING = [reward_of_last, reward_everywhere_then_last, values_under_a_mask, masked_mean, filled_then_summed]
+READ_NO_PADDING = [reward_of_last, reward_everywhere_then_last, reward_picked_then_squeezed]
+READ_NO_PADDING += [values_under_a_mask, masked_mean, filled_then_summed]
 
 
 @pytest.mark.parametrize("step", READ_NO_PADDING)
