@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from demo_job import DemoJob
 from docstrings import write_docstring_pairs
@@ -26,7 +25,8 @@ from lightning_liger.bench.showing import losses, show
 from lightning_liger.bench.variants import FEATURES
 from lightning_liger.bench.worker import quiet
 from lightning_liger.printing import printable
-from sft_data import ACCEPTED, DataError, Pair, read_pairs, train_tokenizer
+from sft_data import ACCEPTED, DataError, read_pairs
+from small_model import SmallModel, save_small_model
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -70,29 +70,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_small_model(args: argparse.Namespace, pairs: list[Pair], directory: Path) -> str:
-    """A tokenizer for these texts and random weights, saved like any checkpoint. Returns what it is."""
-    tokenizer = train_tokenizer((text for pair in pairs for text in pair), args.vocab_size)
-    tokenizer.save_pretrained(directory)
-    heads = args.hidden_size // 64
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        max_position_embeddings=max(2048, args.max_length),
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(args.seed)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(directory)
-    return f"Qwen2 architecture, {model.num_parameters() / 1e6:.1f} M parameters, random weights, seed {args.seed}"
-
-
 def save(result: Comparison, output: Path) -> str:
     """Writes the numbers, and a picture where matplotlib is there; says where."""
     (output / "result.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -125,7 +102,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.model is None:
         model = str(output / "model")
-        description = make_small_model(args, pairs, output / "model")
+        texts = (text for pair in pairs for text in pair)
+        size = SmallModel(args.layers, args.hidden_size, args.vocab_size, args.max_length, args.seed)
+        description = save_small_model(texts, size, output / "model")
     else:
         model = description = args.model
     job = DemoJob(

@@ -93,6 +93,7 @@ def stand_ins() -> dict[str, Callable[[], Any]]:
         "ExistingModule": lambda: TinyModule,
         "ExistingDataModule": lambda: TinyData,
         "existing_module": TinyModule,
+        "module": TinyModule,
         "existing_datamodule": TinyData,
         "model": make_model,
         "batch": lambda: collate([sample(index) for index in range(4)]),

@@ -104,15 +104,19 @@ def test_commands(block: Block) -> None:
     assert commands, "a console block shows commands behind `$ `"
     if block.not_run:
         pytest.skip(block.not_run)
+    here = ROOT
     for command in commands:
         words = shlex.split(command, comments=True)
+        if words[:1] == ["cd"]:
+            here /= words[1]
+            assert here.is_dir(), command
         while words and re.fullmatch(r"\w+=.*", words[0]):
             words.pop(0)
         if words:
-            _check(words, command)
+            _check(words, command, here)
 
 
-def _check(words: list[str], command: str) -> None:
+def _check(words: list[str], command: str, here: Path) -> None:
     """That what a command runs is there, and knows the options that it is given."""
     program, *rest = words
     if program == "torchrun":
@@ -129,12 +133,18 @@ def _check(words: list[str], command: str) -> None:
         if rest[0] in ("-m", "--module"):
             _check_options(_source(rest[1]), rest[2:], command)
         else:
-            assert (ROOT / rest[0]).is_file(), command
-            _check_options((ROOT / rest[0]).read_text(encoding="utf-8"), rest[1:], command)
+            assert (here / rest[0]).is_file(), command
+            _check_options(_with_what_it_imports(here / rest[0]), rest[1:], command)
     else:
         assert program in ("pip", "git", "cd", "export", "pytest"), (
             f"{command}: is {program!r} a program of the reader's?"
         )
+
+
+def _with_what_it_imports(script: Path) -> str:
+    source = script.read_text(encoding="utf-8")
+    beside = [script.parent / f"{name}.py" for name in re.findall(r"^from (\w+) import", source, re.MULTILINE)]
+    return source + "".join(path.read_text(encoding="utf-8") for path in beside if path.is_file())
 
 
 def _source(module: str) -> str:

@@ -1,0 +1,35 @@
+"""A reward model: one number per answer, the better one of two gets the higher.
+
+The module and the data know nothing of the callback; the Trainer's line does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import lightning as L
+
+from lightning_liger import LigerCallback
+from preference_data import PreferenceDataModule
+from recipe import Stopwatch, options, parser, prepare, show_gain
+from reward_module import RewardModule
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = prepare(parser(__doc__, batch_size=4).parse_args(argv))
+
+    def make() -> tuple[RewardModule, PreferenceDataModule]:
+        sizes = {"batch_size": args.batch_size, "max_length": args.max_length}
+        return RewardModule(args.model, lr=args.lr), PreferenceDataModule(
+            args.data, args.model, seed=args.seed, **sizes
+        )
+
+    module, data = make()
+    callback, watch = LigerCallback(), Stopwatch()
+    trainer = L.Trainer(callbacks=[callback, watch], strategy=args.strategy, **options(args))
+    trainer.fit(module, data)
+    return show_gain(args, callback, watch, make)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
