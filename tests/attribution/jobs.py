@@ -59,10 +59,10 @@ def collate(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-def loader() -> DataLoader[Any]:
+def loader(batch_size: int = 4) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(1, VOCAB, (n,), generator=generator) for n in LENGTHS]
-    return DataLoader(samples, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(samples, batch_size=batch_size, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def ordinary() -> Any:

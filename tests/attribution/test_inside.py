@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -104,6 +108,21 @@ def test_where_nothing_can_be_measured_it_says_so() -> None:
     )
     trainer.fit(module, jobs.loader())
     assert any("steps its optimizers by itself" in note for note in callback.report.notes)
+
+
+def test_on_two_processes() -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = os.pathsep.join([str(here), str(here.parent), *sys.path])
+    done = subprocess.run(
+        [*command, str(here / "inside_worker.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.stdout.count(": the same") == 2
 
 
 @pytest.mark.parametrize("value", [-1, True, "5"])
