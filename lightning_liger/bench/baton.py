@@ -101,6 +101,7 @@ class Baton(_Base):
             peak_memory=self.peak_memory(),
             needs=needs,
             free=free,
+            lag=self._clock.lag,
         )
 
     def failed(self) -> None:

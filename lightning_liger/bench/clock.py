@@ -8,10 +8,15 @@ import torch
 
 
 class Clock:
-    """Marks on a device's own timeline: CUDA events, which cost a step nothing; elsewhere the host's clock."""
+    """Marks on a device's own timeline: CUDA events, which cost a step nothing; elsewhere the host's clock.
+
+    Attributes:
+        lag: seconds that the device was behind the host when :meth:`seconds` was asked; None where they are one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.lag: float | None = None
         self._events: list[torch.cuda.Event] = []
         self._times: list[float] = []
 
@@ -33,8 +38,10 @@ class Clock:
 
     def seconds(self) -> tuple[float, ...]:
         """Between ticks, the beginning being the first. Waits for the device."""
+        asked = time.perf_counter()
         self._wait()
         if self._device.type == "cuda":
+            self.lag = time.perf_counter() - asked
             pairs = zip(self._events, self._events[1:], strict=False)
             return tuple(first.elapsed_time(second) / 1000 for first, second in pairs)
         return tuple(second - first for first, second in zip(self._times, self._times[1:], strict=False))

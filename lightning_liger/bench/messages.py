@@ -61,6 +61,7 @@ class Turn:
         checksums: of each step's batches.
         flops: floating point operations of each step's model, or None where they are not known.
         peak_memory: bytes since the beginning of the run.
+        lag: seconds that the device was behind the host at the end; None where they are one.
         needs: bytes that another process like this one would need now.
         free: bytes that are free for it.
     """
@@ -75,6 +76,7 @@ class Turn:
     peak_memory: int
     needs: int
     free: int
+    lag: float | None = None
 
 
 @dataclass(frozen=True)

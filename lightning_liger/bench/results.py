@@ -119,6 +119,12 @@ class Row:
         return sum(sum(turn.flops or ()) for turn in self.turns) / sum(self.seconds)
 
     @property
+    def lag(self) -> float | None:
+        """Of the device behind the host at the end of a turn, in steps: the median; None where they are one."""
+        lags = [turn.lag for turn in self.turns if turn.lag is not None]
+        return statistics.median(lags) / self.step_seconds if lags else None
+
+    @property
     def smoothness(self) -> Smoothness | None:
         return smoothness(self.losses(0)) if self.runs else None
 
@@ -251,6 +257,7 @@ class Comparison:
                 "speedup_of_rounds": self.speedup_of_turns(row),
                 "flops_per_second": row.flops_per_second,
                 "peak_flops": row.peak_flops,
+                "lag_steps": row.lag,
                 "mfu": self.mfu(row),
                 "peak_memory_bytes": row.peak_memory,
                 "memory_ratio": self.memory_ratio(row),

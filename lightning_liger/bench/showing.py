@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_liger.bench.advice import advice
 from lightning_liger.bench.results import Comparison, Row
 from lightning_liger.bench.schedule import INSIDE
 from lightning_liger.printing import table
@@ -38,8 +39,9 @@ def show(comparison: Comparison) -> str:
         *_wrapped(_how(comparison)),
     ]
     notes = [*_notes(comparison), *comparison.notes]
-    if notes:
-        parts += ["", *(line for note in notes for line in _wrapped(note, first="  - ", rest="    "))]
+    for heading, lines in (("What to do with it:", advice(comparison)), ("Notes:", notes)):
+        if lines:
+            parts += ["", heading, *(line for text in lines for line in _wrapped(text, first="  - ", rest="    "))]
     return "\n".join(parts)
 
 

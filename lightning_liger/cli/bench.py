@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
         if given.output:
             _write(results, Path(given.output))
     if given.json:
-        print(json.dumps([r.to_dict() for r in results], indent=2))
+        print(json.dumps([_as_dict(r) for r in results], indent=2))
     problems = [problem for r in results for problem in r.problems()]
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
@@ -170,12 +170,19 @@ def _suite(name: str, only: list[str] | None) -> list[tuple[str, Any]]:
     return [(f"{name} {part}", build) for part, build in parts if only is None or part in only]
 
 
+def _as_dict(result: Any) -> dict[str, Any]:
+    from lightning_liger.bench.advice import advice
+
+    return {**result.to_dict(), "advice": advice(result)}
+
+
 def _write(results: list[Any], folder: Path) -> None:
     from lightning_liger.bench.picture import save_picture
     from lightning_liger.bench.showing import show
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps([r.to_dict() for r in results], indent=2) + "\n", encoding="utf-8")
+    numbers = json.dumps([_as_dict(r) for r in results], indent=2)
+    (folder / "bench.json").write_text(numbers + "\n", encoding="utf-8")
     (folder / "bench.txt").write_text("\n\n\n".join(map(show, results)) + "\n", encoding="utf-8")
     try:
         save_picture(results, folder / "bench.png")

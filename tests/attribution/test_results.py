@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_liger.bench.advice import advice
 from lightning_liger.bench.batches import contents, whole_numbers
 from lightning_liger.bench.messages import Done, Failure, Plan, Turn
 from lightning_liger.bench.results import Comparison, Row
@@ -117,6 +118,30 @@ def test_each_variant_has_one_feature_more() -> None:
     assert own["max_tokens_per_batch"] == 64 and own["overlong"] == "skip"
     assert all(o["verbose"] is False for o in options.values())
     assert by_name["+padding-free"].same_batches and not by_name["+token batches"].same_batches
+
+
+def test_advice_names_the_fastest_options_and_what_slows() -> None:
+    kernels = Variant("+kernels", "k", {})
+    fast, slow = row(FAST, 1.0, LOSSES), row(kernels, 1.5, LOSSES)
+    fast.settings = {"attention": "sdpa", "verbose": False, "max_tokens_per_batch": 64}
+    result = compared(fast)
+    result.rows.append(slow)
+    first, second = advice(result)
+    assert "Fastest: +head, 4.00 times plain" in first
+    assert "LigerCallback(attention='sdpa', max_tokens_per_batch=64)" in first
+    assert "+kernels is slower here than without it (at best 0.67 times): kernels=False." in second
+    assert "What to do with it:" in show(result)
+
+
+def test_advice_for_a_gpu_that_waits() -> None:
+    def lagging(lag: float) -> str:
+        fast = row(FAST, 1.0, LOSSES)
+        fast.turns = [replace(t, lag=lag, tokens=(3000,) * len(t.seconds)) for t in fast.turns]
+        fast.peak_flops = 1e10
+        return " ".join(advice(compared(fast))[1:])
+
+    assert "the GPU waits for the host in +head" in lagging(0.02) and "max_tokens_per_batch=12288" in lagging(0.02)
+    assert "there is room for more of them" in lagging(0.9) and "8% MFU" in lagging(0.9)
 
 
 def test_tokens_of_a_batch() -> None:
