@@ -41,6 +41,7 @@ from lightning_liger.patching import (
 )
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings
+from lightning_liger.tuning.blocks import BlockRuns
 
 _COMPILED = "is inside a torch.compile; compile the layers instead (for layer in layers: layer.compile())"
 _PADDING_OFF = "switched off (padding_free=False)"
@@ -54,6 +55,7 @@ class Accelerated:
         report: what is on, what is off and why, and counters.
         settings: the options it was done with.
         book: pairs a batch's CPU tensors with its device tensors, see :class:`LayoutBook`. Optional to feed.
+        runs: how decoder blocks run.
         buckets: which shapes packed batches are lengthened to.
     """
 
@@ -65,6 +67,7 @@ class Accelerated:
         self.buckets = ShapeBuckets(settings.shape_buckets)
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
+        self.runs = BlockRuns(settings.compile, self.report, self._switch, self.buckets, self._keep)
         # weak, all of them: this object is a value in the registry, and would keep its own key alive
         self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -105,7 +108,9 @@ class Accelerated:
     def apply(self, module: nn.Module) -> None:
         """Bind to what the module holds now; what is bound already stays as it is."""
         # below everything else: padding removal wraps the forwards that kernels replace
-        for binding in self._kernels.bindings(module):
+        timed = self.runs.times_kernels() and self.settings.padding_free and bool(find_backbones(module)[0])
+        self.runs.tuned_ops = self._kernels.left_open() if timed else set()
+        for binding in self._kernels.bindings(module, timed):
             self._keep(binding)
         compiled = inside_compiled(module)
         self._remove_padding(module, compiled)
@@ -168,7 +173,9 @@ class Accelerated:
             check_named(self.settings.attention, wants, head_size(backbone), type(backbone).__name__)
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
-            self._bind(backbone, PackedBackbone, self.book, report, self.settings.attention, verdict, self.buckets)
+            arguments = (self.book, report, self.settings.attention, verdict, self.buckets, self.runs.before_call)
+            self._bind(backbone, PackedBackbone, *arguments)
+            self.runs.add(backbone)
             report.applied += 1
             report.name(type(backbone).__name__)
 

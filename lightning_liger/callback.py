@@ -17,6 +17,7 @@ from lightning_liger.choices import (
     Attention,
     Auto,
     Budget,
+    CompileChoice,
     HeadBackend,
     KernelChoice,
     LossNormalization,
@@ -44,6 +45,7 @@ from lightning_liger.report import Report
 from lightning_liger.settings import Settings, check_option_names
 from lightning_liger.token_weights import TokenWeights
 from lightning_liger.trees import callback_bases
+from lightning_liger.tuning.blocks import BlockTuning
 from lightning_liger.wrapped import WrappedAttributes
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class LigerCallback(_Base):
         head: Path of the LM head inside the module, when it is not found by itself.
         attention: ``"auto"``, ``"fa4"``, ``"fa3"``, ``"fa2"``, ``"varlen"``, ``"flex"`` or ``"sdpa"``.
         head_backend: ``"auto"``, ``"torch"``, ``"triton"`` or ``"liger"``.
+        compile: ``"auto"``, True, False or ``"cudagraphs"``.
         kernels: ``"auto"``, True, False, or these by op: ``{"rope": False}``; ops left out are ``"auto"``.
         max_tokens_per_batch: Tokens per training batch, instead of a number of samples; ``"auto"``; ``"keep_samples"``.
         length_fn: Tokens of a dataset sample.
@@ -110,6 +113,7 @@ class LigerCallback(_Base):
         attention: Attention = "auto",
         head_backend: HeadBackend = "auto",
         kernels: KernelChoice = "auto",
+        compile: CompileChoice = "auto",
         max_tokens_per_batch: int | Budget | None = None,
         length_fn: Callable[[Any], int] | None = None,
         overlong: Overlong = "error",
@@ -129,6 +133,7 @@ class LigerCallback(_Base):
             attention=attention,
             head_backend=head_backend,
             kernels=kernels,
+            compile=compile,
             max_tokens_per_batch=max_tokens_per_batch,
             length_fn=length_fn,
             overlong=overlong,
@@ -203,6 +208,7 @@ class LigerCallback(_Base):
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
+        self._hooks.append(BlockTuning(lambda: self._handle().runs))
         self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
         if self.settings.verify != "off":
             self._hooks.append(EquivalenceProof(self._handle, self.settings.verify, self._wrapped.wrap))

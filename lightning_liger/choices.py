@@ -12,6 +12,7 @@ Overlong = Literal["error", "truncate", "skip", "own_batch"]
 LossNormalization = Literal["batch", "tokens"]
 Verify = Literal["off", "warn", "strict"]
 Budget = Literal["auto", "keep_samples"]
+CompileChoice = bool | Literal["auto", "cudagraphs"]
 KernelChoice = bool | Auto | Mapping[str, bool | Auto]
 
 ActivationCheckpointing = Literal["none", "selective", "full"]

@@ -64,6 +64,7 @@ class Rebound:
         why: why the latest call ran the original code, or ``""``.
         bypassed: the reason of the latest :func:`bypass` around a call, or ``""``.
         muted: run the original code, whatever the switch says.
+        resting: the original code runs instead, although it is bound and switched on.
     """
 
     name = "forward"
@@ -73,6 +74,7 @@ class Rebound:
     why = ""
     bypassed = ""
     muted = False
+    resting = False
 
     def __init__(self, module: Any, switch: Switch) -> None:
         # Any: transformers and torch modules carry attributes that nn.Module's type does not know
@@ -117,7 +119,7 @@ class Rebound:
             # traced code has one shape and no lazy tensors in it; written so that Dynamo sees which function is meant
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
         reason = _BYPASS.get()
-        if not self.switch.on or self.muted or reason is not None:
+        if not self.switch.on or self.muted or self.resting or reason is not None:
             self.bypassed = reason or ""
             return self.original(*args, **kwargs)
         self.called = True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_liger.call_sites import call_site
 from lightning_liger.calls import BackboneCalls, HeadCalls
+from lightning_liger.compilation.report import BlocksReport
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.kernels.report import KernelReport
 from lightning_liger.printing import table
@@ -186,6 +187,7 @@ class Report:
     padding: PaddingReport = field(default_factory=lambda: PaddingReport("Padding removal"))
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
     kernels: KernelReport = field(default_factory=KernelReport)
+    blocks: BlocksReport = field(default_factory=BlocksReport)
     sharding: ShardingReport | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     batching: BatchingReport = field(default_factory=BatchingReport)
@@ -212,6 +214,7 @@ class Report:
             "padding_free": self.padding.to_dict(),
             "fused_head": self.head.to_dict(),
             "kernels": self.kernels.to_dict(),
+            "decoder_blocks": self.blocks.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "memory_plan": dict(self.memory),
             "token_batches": self.batching.to_dict(),
@@ -246,6 +249,7 @@ class Report:
             (self.padding.title, _where(self.padding, "backbone"), self._padding_did()),
             (self.head.title, _where(self.head, "head"), self._head_did()),
             *self.kernels.rows(),
+            *self.blocks.rows(),
             *([] if self.sharding is None else [self.sharding.row()]),
             *self.batching.rows(),
             *self.proof.rows(),
@@ -286,7 +290,14 @@ class Report:
                 f"{self.padding.title}: {self.padding.padded_runs} of {self.padding.calls} calls ran a second time, "
                 "padded, because padded positions were read"
             )
-        return lines + self.kernels.reasons() + self.batching.reasons() + self.proof.reasons() + self.notes
+        return (
+            lines
+            + self.kernels.reasons()
+            + self.blocks.reasons()
+            + self.batching.reasons()
+            + self.proof.reasons()
+            + self.notes
+        )
 
     def render(self) -> str:
         """The table as text; drawn by rich where it is installed."""

@@ -12,6 +12,7 @@ from lightning_liger.choices import (
     Attention,
     Auto,
     Budget,
+    CompileChoice,
     HeadBackend,
     KernelChoice,
     LossNormalization,
@@ -40,9 +41,12 @@ class Settings:
             softmax and gradient, CUDA; ``"liger"``: Liger's fused linear cross entropy, CUDA; ``"auto"`` picks by
             device.
         kernels: Triton kernels for single modules (RMSNorm, LayerNorm, gated MLPs and experts, rotary embeddings, squared
-            ReLU), wherever a comparison shows that they compute the same. ``"auto"``: on a CUDA device, for models of
-            hidden size 2048 and up; ``True``: wherever Triton runs; ``False``: never. A mapping decides op by op, with
+            ReLU), wherever a comparison shows that they compute the same. ``"auto"``: on a CUDA device, where timing
+            shows that they are worth it, or, where nothing can be timed, for models of hidden size 2048 and up; ``True``: wherever Triton runs; ``False``: never. A mapping decides op by op, with
             the same three values: ``{"rms_norm": True, "rope": False}``; an op that it leaves out is ``"auto"``.
+        compile: How decoder blocks run whose padding is removed. True: compiled, once for all layers; ``"cudagraphs"``:
+            compiled and replayed as CUDA graphs; False: as they are; ``"auto"``: on a CUDA device, what is fastest on
+            the first batch and fits into memory. See docs/speed.md.
         max_tokens_per_batch: Fill training batches up to this many tokens instead of a fixed number of samples: every
             rank gets as many batches, each full and of like cost within a step. ``"auto"``: the largest number that
             fits into the device's memory. ``"keep_samples"``: steps hold as many samples, on average, as the loader's
@@ -76,6 +80,7 @@ class Settings:
     attention: Attention = "auto"
     head_backend: HeadBackend = "auto"
     kernels: KernelChoice = "auto"
+    compile: CompileChoice = "auto"
     max_tokens_per_batch: int | Budget | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: Overlong = "error"
@@ -95,6 +100,10 @@ class Settings:
         _one_of("attention", self.attention, get_args(Attention))
         _one_of("head_backend", self.head_backend, get_args(HeadBackend))
         check_choice(self.kernels)
+        if not isinstance(self.compile, bool):
+            _one_of("compile", self.compile, ("auto", "cudagraphs"))
+        if self.compile in (True, "cudagraphs") and not self.padding_free:
+            raise ValueError(f"compile={self.compile!r} is about batches without padding, but padding_free=False.")
         _one_of("loss_normalization", self.loss_normalization, get_args(LossNormalization))
         if self.loss_normalization == "tokens" and not self.fused_head:
             raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")

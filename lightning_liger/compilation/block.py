@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lightning_liger.compilation.inner_hooks import foreign_hook, inner_hooks
 from lightning_liger.padding.attention import PackedCall, packed_attention, packed_call_of
 from lightning_liger.padding.backends.traced import TracedCall, why_not_traced
 from lightning_liger.patching import Rebound, Switch
@@ -102,6 +103,10 @@ class CompiledBlock(Rebound):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_call_of(kwargs)
         if packed is None or self.graphs.why_off(self.module) or self._unusual(kwargs):
+            return self.original(*args, **kwargs)
+        if any(True for _ in inner_hooks(self.module)):
+            if reason := foreign_hook(self.module):
+                self.graphs.switch_off(self.module, reason)
             return self.original(*args, **kwargs)
         backend = self._backend(packed, args, kwargs)
         if not backend:

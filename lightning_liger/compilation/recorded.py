@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_liger.compilation.inner_hooks import inner_hooks
 from lightning_liger.compilation.recorder import Recorder
 from lightning_liger.padding.attention import PackedCall, packed_call_of
 from lightning_liger.patching import Rebound, Switch
@@ -286,9 +287,10 @@ class RecordedBlock(Rebound):
         return self.stack.run(self, self._key(packed), args, kwargs)
 
     def _is_watched(self) -> bool:
-        return bool(self.module._forward_hooks or self.module._backward_hooks) or (
-            torch._C._current_graph_task_id() != -1
+        hooked = (
+            self.module._forward_hooks or self.module._backward_hooks or any(True for _ in inner_hooks(self.module))
         )
+        return bool(hooked) or torch._C._current_graph_task_id() != -1
 
     def _is_copy(self) -> bool:
         return self.module not in self.stack.blocks

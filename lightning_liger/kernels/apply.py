@@ -13,7 +13,7 @@ from lightning_liger.choices import KernelChoice
 from lightning_liger.kernels import liger
 from lightning_liger.kernels.check import Verdict, verify
 from lightning_liger.kernels.device import trial_device, why_not
-from lightning_liger.kernels.options import why_off
+from lightning_liger.kernels.options import choice_for, why_off
 from lightning_liger.kernels.registry import KernelBinding, KernelPatch, known_ops, registered
 from lightning_liger.kernels.report import KernelReport, OpReport
 from lightning_liger.kernels.rotary import RopePatch, rotary_functions
@@ -40,18 +40,30 @@ class Kernels:
         self.report = report
         self.switch = switch
         self._off: dict[str, str] = {}
+        self._rests = ""
         # weak: the registry of accelerated modules must not keep a module alive through its own entry
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def bindings(self, module: nn.Module) -> list[KernelBinding]:
-        """New bindings for what ``module`` holds now, not bound yet; modules that were looked at before are skipped."""
-        auto = _why_auto_is_off(module)
+    def bindings(self, module: nn.Module, timed: bool = False) -> list[KernelBinding]:
+        """New bindings for what ``module`` holds now, not bound yet; modules that were looked at before are skipped.
+
+        Args:
+            timed: the use of those that ``"auto"`` decides about will be timed; where the width speaks against them
+                they rest until then.
+        """
+        rule = why_auto_is_off(module)
+        auto = "" if timed and torch.cuda.is_available() else rule
+        self._rests = rule if not auto else ""
         self._off = {op: why_off(self.choice, op, auto) for op in known_ops()}
         if all(self._off.values()):
             self.report.off = auto if auto in self._off.values() else f"switched off (kernels={self.choice})"
         else:
             self.report.off = why_not()
         return [] if self.report.off else list(self._find(module))
+
+    def left_open(self) -> set[str]:
+        """The ops whose use the option leaves to ``"auto"``."""
+        return {op for op in known_ops() if choice_for(self.choice, op) == "auto"}
 
     def _find(self, module: nn.Module) -> Iterator[KernelBinding]:
         patches = registered()
@@ -109,7 +121,11 @@ class Kernels:
             report.applied += 1
             source = "liger" if hint == patch.op else "structural"
             report.sources[source] = report.sources.get(source, 0) + 1
-            return patch.binding(module, self.switch, verdict.spec, report, verdict.dtypes)
+            binding = patch.binding(module, self.switch, verdict.spec, report, verdict.dtypes)
+            binding.op = patch.op
+            if self._rests and patch.op in self.left_open():
+                binding.rest(self._rests)
+            return binding
         worth_telling = [(p, why) for p, why in refusals if p.op == hint or p.is_named(module)]
         if worth_telling:
             patch, why = worth_telling[0]
@@ -171,7 +187,7 @@ def _foreign(module: Any, switch: Switch) -> str:
     return ""
 
 
-def _why_auto_is_off(module: nn.Module) -> str:
+def why_auto_is_off(module: nn.Module) -> str:
     """Why ``kernels="auto"`` leaves this module to its own code, or ``""``."""
     if not torch.cuda.is_available():
         return "no CUDA device (kernels='auto')"

@@ -32,10 +32,12 @@ class KernelBinding(Rebound):
         dtypes: dtype of the original's output by (dtype of the input, of the weight, of autocast or None).
 
     Attributes:
+        op: the key in ``kernels={"<op>": True}``.
         by_row: what comes out for one token depends on this token alone, not on its place.
     """
 
     by_row = True
+    op = ""
 
     def __init__(self, module: nn.Module, switch: Switch, spec: Any, report: OpReport, dtypes: Dtypes) -> None:
         super().__init__(module, switch)
@@ -51,6 +53,13 @@ class KernelBinding(Rebound):
     @property
     def launches(self) -> tuple[str, ...]:
         return self.report.kernels
+
+    def rest(self, reason: str) -> None:
+        """Leave the module to its own code, and count why; ``""`` takes that back."""
+        if bool(reason) != self.resting:
+            self.resting = bool(reason)
+            self.report.applied += -1 if reason else 1
+            self.report.rests(reason)
 
     def ran(self) -> None:
         """Count one call of the kernel."""

@@ -20,6 +20,7 @@ class OpReport:
         original_calls: forward calls that ran the module's own code instead, by reason.
         kernels: names, or parts of names, of the GPU kernels that a profiler sees when the op ran.
         refused: reasons with the number of modules, ``{"LlamaMLP: …": 2}``.
+        resting: on how many modules it is bound and not used, and why.
     """
 
     title: str
@@ -31,12 +32,18 @@ class OpReport:
     original_calls: dict[str, int] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()
     refused: dict[str, int] = field(default_factory=dict)
+    resting: tuple[int, str] = (0, "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpReport:
         return self
 
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def rests(self, reason: str) -> None:
+        """One module more that it is not used on, or one less."""
+        number, known = self.resting
+        self.resting = (number + 1, reason) if reason else (number - 1, known)
 
     def ran_original(self, reason: str) -> None:
         self.original_calls[reason] = self.original_calls.get(reason, 0) + 1
@@ -58,6 +65,7 @@ class OpReport:
             "original_calls": dict(self.original_calls),
             "kernels": list(self.kernels),
             "refused": dict(self.refused),
+            "resting": {self.resting[1]: self.resting[0]} if self.resting[0] else {},
         }
 
 
@@ -103,6 +111,8 @@ class KernelReport:
         lines = []
         for op in self.ops.values():
             lines += [f"{op.title}: {_times(n)}{reason}" for reason, n in op.refused.items()]
+            if op.resting[0]:
+                lines.append(f"{op.title}: {_times(op.resting[0])}{op.resting[1]}")
             lines += [f"{op.title}: {n} call(s) ran the original code: {r}" for r, n in op.original_calls.items()]
         return lines
 

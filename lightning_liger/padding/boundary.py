@@ -8,7 +8,7 @@ out looks like ``(B, S, H)`` again. The user's code, the collate function and th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class PackedBackbone(PaddingFree):
         report: counters and reasons.
         backend: ``attention`` option.
         verdict: what was learnt about the architecture: position ids, causality, the KV cache it returns.
+        begins: called with the backbone before each packed call with gradients.
         buckets: which shape a packed batch is lengthened to.
     """
 
@@ -60,12 +61,14 @@ class PackedBackbone(PaddingFree):
         backend: str,
         verdict: Verdict,
         buckets: ShapeBuckets = OFF,
+        begins: Callable[[nn.Module], None] = lambda backbone: None,
     ) -> None:
         super().__init__(module, switch, report)
         self.book = book
         self.backend = backend
         self.verdict = verdict
         self.buckets = buckets
+        self.begins = begins
         self.asks: set[str] = set()
         self._first_batch = FirstBatch(self)
         self._filler_problem: str | None = None
@@ -226,6 +229,8 @@ class PackedBackbone(PaddingFree):
         as_tuple = self._wants_tuple(call)
         if as_tuple:
             packed["return_dict"] = True  # a tuple does not say what is missing from it
+        if torch.is_grad_enabled():
+            self.begins(self.module)
         with packed_attention(config), inside_packed_call():
             output = self.original(**packed)
         output = self._padded_again(output, layout, plain)

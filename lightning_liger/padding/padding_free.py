@@ -28,7 +28,7 @@ class PaddingFree(Rebound):
     def is_sharded(self) -> bool:
         """Whether a forward is a collective, so that ranks must run the same number of them."""
         if self._sharded is None:
-            self._sharded = any(_in_pieces(p) for p in self.module.parameters())
+            self._sharded = any(held_in_pieces(p) for p in self.module.parameters())
         return self._sharded
 
     def leave_padded(self, reason: str, *, training: bool) -> None:
@@ -38,7 +38,7 @@ class PaddingFree(Rebound):
             self.report.switched_off(type(self.module).__name__, reason, training=training)
 
 
-def _in_pieces(parameter: Tensor) -> bool:
+def held_in_pieces(parameter: Tensor) -> bool:
     """Whether FSDP2, FSDP1 or ZeRO-3 holds the parameter."""
     from torch.distributed.tensor import DTensor
 
