@@ -73,6 +73,7 @@ class _Recording:
         inputs: where the differentiable inputs are, by their number among the leaves of the call.
         slots: where the others are.
         outputs: what the forward gives, its tensors only.
+        again: the block itself on these inputs, as long as its backward is not recorded.
     """
 
     inputs: dict[int, Tensor]
@@ -83,6 +84,7 @@ class _Recording:
     outputs: list[Tensor]
     rebuild: Callable[[Sequence[Tensor]], Any]
     alive: list[Tensor]
+    again: Callable[[], Any] | None
     backward: Any = None
     grad_outputs: list[Tensor] = field(default_factory=list)
     grad_inputs: list[Tensor | None] = field(default_factory=list)
@@ -97,6 +99,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recording: _Recording, block: RecordedBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if recording.backward is None:
+            ctx.random = torch.get_rng_state(), recording.alive[0].device, _device_state(recording.alive[0].device)
         recording.forward.replay()
         ctx.recording, ctx.block, ctx.latest = recording, block, _Pass()
         block.latest = weakref.ref(ctx.latest)
@@ -112,12 +116,31 @@ class _Replay(torch.autograd.Function):
                 "A block that is replayed as a CUDA graph ran again before this backward, and has forgotten its "
                 "activations. Set compile=True instead of compile='cudagraphs'."
             )
+        if recording.backward is None:
+            ctx.latest.done = True
+            return (None, None, *_computed_again(recording, grads, ctx.random))
         for place, grad in zip(recording.grad_outputs, grads, strict=True):
             if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
                 place.copy_(grad)
         recording.backward.replay()
         ctx.latest.done = True
         return (None, None, *(None if g is None else g.detach() for g in recording.grad_inputs))
+
+
+def _device_state(device: torch.device) -> Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _computed_again(recording: _Recording, grads: Sequence[Tensor], random: Any) -> tuple[Tensor | None, ...]:
+    """The gradients where recording ended before this backward: from the block itself, with the same random numbers."""
+    state, device, device_state = random
+    assert recording.again is not None
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.set_rng_state(state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
+        out = [t for t in tree_flatten(recording.again())[0] if isinstance(t, Tensor)]
+        return torch.autograd.grad(out, recording.alive, grads, allow_unused=True)
 
 
 class _Shape:
@@ -195,7 +218,8 @@ class _Shape:
 
         outputs = [flat[i] for i in numbers]
         places = [p.data_ptr() for p in parameters]
-        return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted)
+        again = partial(block.original, *args, **kwargs)
+        return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted, again)
 
     def _warm_up(self, block: RecordedBlock, args: Any, kwargs: Any, wanted: list[Tensor]) -> None:
         with self.stack.recorder.aside():
@@ -211,6 +235,7 @@ class _Shape:
             grads, made.backward = self.stack.recorder.record(partial(_gradients, made))
             made.grad_inputs = list(grads)
             made.outputs = [t.detach() for t in made.outputs]
+            made.again = None
             pairs = zip(made.inputs.values(), grads, strict=False)
             after = {place.data_ptr(): g for place, g in pairs if g is not None and g.stride() == place.stride()}
         self._slots.clear()

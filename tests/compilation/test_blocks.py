@@ -15,7 +15,7 @@ from lightning_liger import Settings, accelerate
 from lightning_liger.accelerate import Accelerated
 from lightning_liger.compilation.apply import compiled, stack_of
 from lightning_liger.compilation.block import Graphs
-from lightning_liger.compilation.recorded import RecordedBlock, RecordedStack
+from lightning_liger.compilation.recorded import CannotRecord, RecordedBlock, RecordedStack
 
 
 class CountingBackend:
@@ -149,3 +149,20 @@ def test_attention_that_reads_documents_on_the_cpu_is_not_recorded() -> None:
     _assert_equal(_train(model), plain)
     assert len(said) == 1
     assert "(sdpa) does not read the boundaries" in said[0]
+
+
+def test_a_recording_that_ends_half_way_leaves_right_gradients() -> None:
+    class FailsAtThird(EmulatedRecorder):
+        def record(self, function: Any) -> Any:
+            if self.recorded == 2:
+                raise CannotRecord("of a test")
+            return super().record(function)
+
+    plain = _train(causal_lm(num_hidden_layers=3), 5)
+    model, said = causal_lm(num_hidden_layers=3), []  # type: ignore[var-annotated]
+    accelerated = _accelerated(model)
+    _compile(model, accelerated, said)
+    stack = _record(model, accelerated, said)
+    stack.recorder = FailsAtThird()
+    _assert_equal(_train(model, 5), plain)
+    assert said == ["CUDA graphs: not recorded: of a test"]
