@@ -179,6 +179,15 @@ def test_no_step_waits(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours.report["fused_head"]["skipped_fraction"] > 0.2
 
 
+def test_filler_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = fit(Step(hf_labels), loader())
+    callback = LigerCallback(verbose=False, shape_buckets=[64, 128])
+    with emulated_device(monkeypatch) as device:
+        ours = fit(Step(hf_labels), loader(), callback, strategy=Emulated(device), accelerator="auto")
+    assert_same(plain, ours)
+    assert ours.report["padding_free"]["filler_fraction"] > 0
+
+
 def test_batches_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     def from_tuple(model: Any, batch: Any) -> Tensor:
         return shifted_by_hand(model, dict(zip(("input_ids", "attention_mask", "labels"), batch, strict=True)))

@@ -5,7 +5,8 @@
 
 Variants, each on the same random samples, in a model that has lost its padding: ``own``, the user's batch size;
 ``keep_samples``, as many samples per step, dealt evenly; ``unbalanced``, full batches of random samples, whose ranks hold
-different amounts of work; ``budget``, full batches of like cost. Lengths are log-normal with mean 966, at most 4,096, or
+different amounts of work; ``budget``, full batches of like cost; on request
+``auto``, as full as the memory of the device allows, or ``--memory`` GB of it. Lengths are log-normal with mean 966, at most 4,096, or
 GSM8K's (``--lengths gsm8k``). Tokens are real ones of all ranks, over the steps after ``--warm-up``; max/mean is of their tokens, the mean of steps.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
-VARIANTS = ("own", "keep_samples", "unbalanced", "budget")
+VARIANTS = ("own", "keep_samples", "unbalanced", "budget", "auto")
 
 
 class Counted(Finetune):
@@ -91,7 +93,7 @@ def _collate(rows: list[Tensor]) -> dict[str, Any]:
 def _run(name: str, args: argparse.Namespace, rows: Any, lengths: Any) -> str:
     """One line of the table."""
     steps = args.warm_up + args.steps
-    budget: Any = {"keep_samples": "keep_samples", "budget": args.budget}.get(name)
+    budget: Any = {"keep_samples": "keep_samples", "budget": args.budget, "auto": "auto"}.get(name)
     own: dict[str, Any] = {"batch_size": args.batch_size, "shuffle": True}
     if name == "unbalanced":
         own = {"batch_sampler": Unbalanced(lengths, args.budget, steps)}
@@ -137,14 +139,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS[:-1]))
+    parser.add_argument("--memory", type=float, help="GB of each device that may be used")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if args.memory:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_per_process_memory_fraction(args.memory * 1e9 / torch.cuda.mem_get_info()[1])
     shorter = 16 if args.size == "tiny" else 1
     mean = float(_lengths(args.lengths, 1000).mean()) / shorter
     # one epoch: a second one would begin in the middle of what is measured
-    count = int(1.2 * (args.steps + args.warm_up) * WORLD * max(args.budget / mean, args.batch_size))
+    count = int(
+        1.2
+        * (args.steps + args.warm_up)
+        * WORLD
+        * max((8 if "auto" in args.variants else 1) * args.budget / mean, args.batch_size)
+    )
     lengths = _lengths(args.lengths, count) // shorter + 3
     generator = torch.Generator().manual_seed(0)
     vocabulary = SHAPES[args.size]["vocab_size"]
