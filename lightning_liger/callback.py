@@ -92,7 +92,7 @@ class LigerCallback(_Base):
         loss_normalization: ``"batch"`` or ``"tokens"``.
         shape_buckets: ``"auto"``, True, False, or a list of sizes in tokens.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
-        verify: ``"off"``, ``"warn"`` or ``"strict"``: prove in an early step that what was applied ran.
+        verify: ``"off"``, ``"warn"`` or ``"strict"``: prove that what was applied ran, and computes the same.
         profile: A directory that keeps the trace of one training step.
         benchmark_steps: Runs of the first batch per variant, to show what each feature is worth.
         verbose: Print the report after the first training step.

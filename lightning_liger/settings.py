@@ -62,8 +62,9 @@ class Settings:
             the next of these (beyond the largest: multiples of it).
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
-        verify: Prove in an early training step that what was applied ran. ``"warn"`` says what did
-            not; ``"strict"`` ends the training there; ``"off"`` asks nothing.
+        verify: Prove that what was applied ran in an early training step, and that the first batch's loss and gradients
+            are those of a plain run. ``"warn"`` says what did not run and switches off what computes something else;
+            ``"strict"`` ends the training there; ``"off"`` asks nothing.
         profile: A directory that keeps the trace of the third training step, for TensorBoard, Perfetto or
             ``chrome://tracing``, with a range for every module (NVTX ranges too, on CUDA). None keeps nothing.
         benchmark_steps: Before the first training step, run forward and backward of its batch this many times plain and
