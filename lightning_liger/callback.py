@@ -39,8 +39,7 @@ from lightning_liger.meter.meter import Meter
 from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
 from lightning_liger.printing import printable
-from lightning_liger.proof.equivalence import EquivalenceProof
-from lightning_liger.proof.kernels import KernelProof
+from lightning_liger.proof.hooks import proofs
 from lightning_liger.report import Report
 from lightning_liger.settings import Settings, check_option_names
 from lightning_liger.token_weights import TokenWeights
@@ -210,10 +209,7 @@ class LigerCallback(_Base):
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(BlockTuning(lambda: self._handle().runs))
         self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
-        if self.settings.verify != "off":
-            self._hooks.append(EquivalenceProof(self._handle, self.settings.verify, self._wrapped.wrap))
-        if self.settings.verify != "off" or self.settings.profile is not None:
-            self._hooks.append(KernelProof(self._handle, self.settings.verify, self.settings.profile, self._say))
+        self._hooks += proofs(self.settings, self._handle, self._wrapped.wrap, self._say)
         self._first_batch = True
         for hooks in self._hooks:
             hooks.begin_training(trainer, pl_module)
@@ -266,8 +262,7 @@ class LigerCallback(_Base):
             hooks.end_training(trainer, pl_module)
 
     def _handle(self) -> Accelerated:
-        assert self._accelerated is not None
-        return self._accelerated
+        return cast(Accelerated, self._accelerated)
 
     @rank_zero_only
     def _say(self, text: str) -> None:

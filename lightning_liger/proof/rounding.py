@@ -73,9 +73,16 @@ def _terms(function: Any, args: tuple[Any, ...], out: Tensor) -> int:
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     """Half the distance from 1 to the next number; of TF32 for fp32 where matrix products may use that."""
-    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and device.type == "cuda" and _allows_tf32():
         return _TF32
     return torch.finfo(dtype).eps / 2
+
+
+def _allows_tf32() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by the newer switches, which the older question refuses to speak about
+        return True
 
 
 class _Rounded(torch.autograd.Function):

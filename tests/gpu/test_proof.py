@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_liger.trees import callback_bases
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LAYERS = 2
+COMPARED: list[dict[str, Any]] = []
 
 
 class Module(L.LightningModule):
@@ -73,7 +75,9 @@ def _fit(callback: LigerCallback, act: Any = None) -> dict[str, Any]:
         enable_model_summary=False,
     )
     trainer.fit(Module(), DataLoader(lengths, batch_size=4, collate_fn=_collate))  # type: ignore[arg-type]
-    found: dict[str, Any] = callback.report.to_dict()["proof"]["kernels"]
+    made: dict[str, Any] = callback.report.to_dict()["proof"]
+    COMPARED.append(made["equivalence"])
+    found: dict[str, Any] = made["kernels"]
     return found
 
 
@@ -103,7 +107,7 @@ def test_plain_code_under_the_name_of_a_kernel_is_caught(monkeypatch: pytest.Mon
 
     with pytest.raises(ProofError, match=r"RMSNorm on model.model.norm: its kernel was not launched; what was: "):
         _fit(
-            LigerCallback(kernels=True, verify="strict"),
+            LigerCallback(kernels=True, verify="strict", attention="varlen"),
             lambda module: monkeypatch.setattr(norms, "rms_norm", plain),
         )
 
@@ -124,3 +128,45 @@ def test_a_trace_is_kept(tmp_path: Any) -> None:
     (file,) = tmp_path.iterdir()
     text = file.read_text()
     assert "model.model.layers.1.mlp" in text and "_rms_norm_forward_kernel" in text
+
+
+@pytest.mark.parametrize("attention", ["varlen", "flex", "sdpa"])
+def test_bf16_agrees_within_plain_bf16s_own_rounding(attention: str) -> None:
+    _fit(LigerCallback(kernels=True, attention=attention, verify="strict"))
+    found = COMPARED[-1]
+    assert found["agreement"] is not None and not found["skipped"] and not found["part"], found
+    assert found["agreement"]["worst_ratio"] < 0.7 and found["agreement"]["own_gradient"] < 0.1, found
+
+
+def test_a_backend_that_forgets_documents_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_liger.padding.layout import Layout
+
+    def act(module: Any) -> None:
+        from lightning_liger.padding import attention
+
+        choose = attention.choose
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            backend = choose(*args, **kwargs)
+            if backend.run is None:
+                return backend
+            run = backend.run
+
+            def whole(q: Any, k: Any, v: Any, layout: Any, *rest: Any) -> Any:
+                documents = torch.ones(1, layout.tokens, dtype=torch.long)
+                return run(q, k, v, Layout.from_documents(documents), *rest)
+
+            return dataclasses.replace(backend, run=whole)
+
+        monkeypatch.setattr(attention, "choose", wrong)
+
+    with pytest.warns(UserWarning, match="attention over packed documents computes something else"):
+        _fit(LigerCallback(kernels=False, attention="varlen"), act)
+    assert COMPARED[-1]["switched_off"] == ["attention over packed documents"]
+
+
+def test_memory_that_a_plain_run_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 1))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
+    _fit(LigerCallback(kernels=True, verify="strict"))
+    assert COMPARED[-1]["part"].endswith("rows, hidden states only") and COMPARED[-1]["agreement"] is not None
