@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any
 
 from lightning_liger.bench.results import Comparison, Row
 from lightning_liger.bench.schedule import INSIDE
+from lightning_liger.bench.variants import options_of
 from lightning_liger.settings import Settings
 
 # A device that has caught up with the host when a turn ends, to so much of a step, was waiting for it.
@@ -50,14 +50,17 @@ def _fastest(comparison: Comparison, best: Row) -> list[str]:
     ratio = comparison.speedup(best)
     gain = f", {ratio:.2f} times plain" if ratio is not None else ""
     strategy = f", strategy={best.variant.strategy!r}" if best.variant.strategy != "auto" else ""
-    return [f"Fastest: {best.name}{gain}: Trainer(callbacks=[LigerCallback({_options(best.settings)})]{strategy})."]
+    return [f"Fastest: {best.name}{gain}: Trainer(callbacks=[LigerCallback({_options(comparison, best)})]{strategy})."]
 
 
-def _options(settings: dict[str, Any]) -> str:
-    """What differs from the defaults."""
-    of_bench = ("verbose", "verify", "profile", "benchmark_steps")
-    defaults = {f.name: f.default for f in fields(Settings) if f.name not in of_bench}
-    return ", ".join(f"{k}={v!r}" for k, v in settings.items() if k in defaults and v != defaults[k])
+def _options(comparison: Comparison, best: Row) -> str:
+    """What differs from the defaults; nothing about features that were not measured."""
+    missing = {row.name for row in comparison.rows if not row.measured and not row.out_of_memory}
+    asked = {row.name for row in comparison.rows}
+    missing |= {name for name in _WITHOUT if name not in asked}
+    left_out = {"verbose", "verify", "profile", "benchmark_steps"} | options_of(missing)
+    defaults = {f.name: f.default for f in fields(Settings) if f.name not in left_out}
+    return ", ".join(f"{k}={v!r}" for k, v in best.settings.items() if k in defaults and v != defaults[k])
 
 
 def _slower(comparison: Comparison, measured: list[Row]) -> list[str]:

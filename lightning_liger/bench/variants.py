@@ -124,6 +124,11 @@ def one_by_one(
     return found
 
 
+def options_of(names: set[str]) -> set[str]:
+    """Options of the callback that belong to the features with these rows."""
+    return {option for f in _FEATURES if f.name in names for option in f.off}
+
+
 def feature(key: str) -> Variant:
     """One feature of a module that has them all bound already."""
     found = next(f for f in _FEATURES if f.key == key)

@@ -123,12 +123,19 @@ def test_each_variant_has_one_feature_more() -> None:
 def test_advice_names_the_fastest_options_and_what_slows() -> None:
     kernels = Variant("+kernels", "k", {})
     fast, slow = row(FAST, 1.0, LOSSES), row(kernels, 1.5, LOSSES)
-    fast.settings = {"attention": "sdpa", "verbose": False, "max_tokens_per_batch": 64}
+    fast.settings = {
+        "padding_free": False,
+        "head_backend": "torch",
+        "kernels": False,
+        "verbose": False,
+        "fused_head": False,
+    }
     result = compared(fast)
-    result.rows.append(slow)
+    result.rows += [slow, Row(Variant("+fused head", "h", {}, skipped="not here"))]
     first, second = advice(result)
     assert "Fastest: +head, 4.00 times plain" in first
-    assert "LigerCallback(attention='sdpa', max_tokens_per_batch=64)" in first
+    # kernels were measured; the head and padding removal were not, so that nothing is said about them
+    assert "LigerCallback(kernels=False)" in first
     assert "+kernels is slower here than without it (at best 0.67 times): kernels=False." in second
     assert "What to do with it:" in show(result)
 
