@@ -111,6 +111,8 @@ class CompiledBlock(Rebound):
         backend = self._backend(packed, args, kwargs)
         if not backend:
             return self.original(*args, **kwargs)
+        for layer in self.attention:
+            packed.attended(backend, layer)
         layout = packed.layout
         traced = TracedCall.of(kwargs["cu_seq_lens_q"], layout.longest, backend)
         given = {**kwargs, "packed_call": traced, "max_length_q": None, "max_length_k": None}

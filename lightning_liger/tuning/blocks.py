@@ -32,9 +32,9 @@ _SHAPES = 4  # that are recorded; each holds the gradients of all blocks once
 _BATCHES = 3  # without a packed call, after which nobody waits for one any more
 
 
-def can_time() -> bool:
-    """Whether there is a device whose time is worth finding out about."""
-    return torch.cuda.is_available()
+def can_time(device: torch.device | None = None) -> bool:
+    """Whether ``device``, or any device there is, is one whose time is worth finding out about."""
+    return torch.cuda.is_available() and (device is None or device.type == "cuda")
 
 
 class BlockRuns:
@@ -123,6 +123,9 @@ class BlockRuns:
         if self._tried or self._watch is not None or not _is_first_rank():
             return
         first = self._blocks(backbone)[0]
+        if not can_time(next(first.parameters()).device):
+            self.decision = Decision(candidates.without_timing(self.tuned_ops, backbone))
+            return
         self._watch = first.register_forward_pre_hook(self._first_call(backbone), with_kwargs=True)
 
     def _first_call(self, backbone: nn.Module) -> Callable[..., None]:

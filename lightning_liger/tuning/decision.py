@@ -95,14 +95,11 @@ def fastest(costs: Mapping[Plan, Cost], blocks: int, free: int) -> Plan:
     Args:
         costs: of one block; the plan without anything is among them.
         blocks: how many there are, all of which keep their activations at the same time.
-        free: bytes that could still be allocated. A plan that keeps no more than the plain one always fits.
+        free: bytes that could still be allocated. What keeps least always fits: it has to.
     """
-    plain = costs[Plan()]
-    possible = {
-        plan: cost
-        for plan, cost in costs.items()
-        if not cost.problem and (plan == Plan() or cost.kept <= plain.kept * 1.02 or cost.kept * blocks <= free)
-    }
+    right = {plan: cost for plan, cost in costs.items() if not cost.problem}
+    least = min((cost.kept for cost in right.values()), default=0)
+    possible = {p: c for p, c in right.items() if c.kept <= least * 1.02 or c.kept * blocks <= free}
     # a recording keeps its activations for good, so that nothing else can use their memory
     possible = {p: c for p, c in possible.items() if not p.recorded or c.kept * blocks <= free // 3}
     if not possible:

@@ -19,7 +19,7 @@ from lightning_liger.tuning.decision import Cost, Plan
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A CPU counts as a device worth timing, and nothing is kept in the user's cache."""
-    monkeypatch.setattr(blocks, "can_time", lambda: True)
+    monkeypatch.setattr(blocks, "can_time", lambda device=None: True)
     monkeypatch.setattr(blocks, "_BACKEND", "aot_eager")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield

@@ -24,6 +24,9 @@ def test_what_does_not_fit_is_not_taken() -> None:
     costs = {PLAIN: Cost(5.0, GB), COMPILED: Cost(3.0, 2 * GB)}
     assert fastest(costs, 10, 19 * GB) == PLAIN
     assert fastest(costs, 10, 20 * GB) == COMPILED
+    # the plain block need not fit either
+    costs = {PLAIN: Cost(3.0, 2 * GB), KERNELS: Cost(5.0, GB)}
+    assert fastest(costs, 10, 9 * GB) == KERNELS
 
 
 def test_a_recording_keeps_its_memory() -> None:
