@@ -41,6 +41,9 @@ _GRAD: Any = T.grad.__get__  # type: ignore[union-attr]
 _HOOKS: set[Any] = {T.register_hook, T.retain_grad, T.requires_grad_}
 _HOOKS |= {T.register_post_accumulate_grad_hook}
 
+# Whose hooks on what a module returns want to know of a backward, and read no gradient. Fabric only asks who called it.
+_ENGINES = ("torch.distributed", "deepspeed.", "lightning.fabric.", "lightning_fabric.")
+
 # The engine itself finds the place of a lazy tensor in the graph.
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, T.backward}
 
@@ -156,7 +159,7 @@ def _all_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _from_an_engine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     hook = kwargs.get("hook", args[1] if len(args) > 1 else None)
-    return isinstance(args[0], LazyRows) and _is_of(hook, ("torch.distributed", "deepspeed."))
+    return isinstance(args[0], LazyRows) and _is_of(hook, _ENGINES)
 
 
 def _is_of(hook: Any, packages: str | tuple[str, ...]) -> bool:

@@ -121,12 +121,18 @@ def _kept(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.clone()
 
 
+# How code that walks through a model's output (Accelerate, Fabric) tells a tensor or a named tuple from anything else.
+_ASKED_OF_OUTPUTS = ("dtype", "device", "requires_grad", "_fields", "_asdict")
+
+
 @functools.cache
 def _deferred_type(kind: type) -> type:
     def __init__(self: Any, plain: PlainRun, name: str) -> None:
         object.__setattr__(self, "_liger_made", (plain, name))
 
     def __getattribute__(self: Any, name: str) -> Any:
+        if name in _ASKED_OF_OUTPUTS and not hasattr(kind, name):
+            raise AttributeError(name)
         if name == "__dict__" or not name.startswith("__"):  # what the class knows says nothing of the values
             made = object.__getattribute__(self, "__dict__").pop("_liger_made", None)
             if made is not None:
