@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from helpers import causal_lm, collate, loader
 from torch import Tensor
 
 from lightning_liger import accelerate
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def own_loss(model: Any, batch: Any) -> Tensor:
@@ -152,3 +151,24 @@ def test_the_trainer_of_transformers(options: dict[str, Any], tmp_path: Path) ->
     assert report["padding_free"]["packed_calls"] >= 4 and report["fused_head"]["fused_calls"] >= 4, report
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model-True")
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in again.named_parameters())
+
+
+# -- the examples ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fabric_loop", "accelerate_loop", "hf_trainer"])
+def test_examples_of_loops(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from accelerate.state import AcceleratorState
+
+    printed = []
+    for options in (["--plain"], []):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setattr("sys.argv", [name, "--steps", "3", *options])
+        monkeypatch.chdir(tmp_path)
+        importlib.import_module(name).main()
+        printed.append(capsys.readouterr().out)
+    losses = [[float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")] for text in printed]
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=3e-6)  # of what is printed
+    assert "removed" in printed[1] and "skipped" in printed[1] and "Padding removal" not in printed[0]

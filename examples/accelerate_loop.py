@@ -1,0 +1,46 @@
+"""A training loop of one's own on Hugging Face Accelerate. One line of it accelerates the model; `--plain` leaves that out.
+
+On GPUs: accelerate launch examples/accelerate_loop.py --gpu --precision bf16 --model CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+
+from lightning_liger import accelerate
+from loop_parts import batches, parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="train without the plugin")
+    parser.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
+    parser.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--gpu", action="store_true", help="on the GPUs that `accelerate launch` gives")
+    parser.add_argument("--precision", default="no", choices=["no", "bf16"])
+    args = parser.parse_args()
+
+    accelerator = Accelerator(cpu=not args.gpu, mixed_precision=args.precision)
+    model, examples, collate = parts(args.data, args.model)
+    handle = None if args.plain else accelerate(model)  # before prepare(), which wraps it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(examples, collate, args.batch_size))
+    for step, batch in zip(range(args.steps), loader, strict=False):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.print(f"step {step + 1} loss {loss.item():.6f}")
+    if handle is not None:
+        accelerator.print(handle.report.render())
+        handle.revert()
+
+
+if __name__ == "__main__":
+    main()

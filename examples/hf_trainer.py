@@ -1,0 +1,57 @@
+"""Hugging Face's Trainer. One line before it accelerates the model; `--plain` leaves that out.
+
+On GPUs: torchrun --nproc-per-node=2 examples/hf_trainer.py --gpu --precision bf16 --model CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lightning_liger import accelerate
+from loop_parts import parts
+
+
+class PrintLosses(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            print(f"step {state.global_step} loss {float(logs['loss']):.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="train without the plugin")
+    parser.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
+    parser.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--precision", default="no", choices=["no", "bf16"])
+    parser.add_argument("--output", default=tempfile.gettempdir(), help="where the Trainer writes")
+    args = parser.parse_args()
+
+    model, examples, collate = parts(args.data, args.model)
+    handle = None if args.plain else accelerate(model)
+    arguments = TrainingArguments(
+        output_dir=args.output,
+        use_cpu=not args.gpu,
+        bf16=args.precision == "bf16",
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        learning_rate=3e-4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, collate, examples, callbacks=[PrintLosses()]).train()
+    if handle is not None:
+        print(handle.report.render())
+        handle.revert()
+
+
+if __name__ == "__main__":
+    main()

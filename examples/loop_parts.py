@@ -1,0 +1,60 @@
+"""What a loop of one's own needs: a small model, and padded batches of questions and answers. It knows of no plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from docstrings import docstring_pairs
+from sft_data import Pair, encode, read_pairs, train_tokenizer
+
+Example = dict[str, list[int]]
+
+
+class Collate:
+    """Pads to the longest row of the batch; what is not to be learnt has label -100."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, examples: list[Example]) -> dict[str, Tensor]:
+        longest = max(len(example["input_ids"]) for example in examples)
+        ids = torch.full((len(examples), longest), self.padding)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+        for row, example in enumerate(examples):
+            length = len(example["input_ids"])
+            ids[row, :length], mask[row, :length] = torch.tensor(example["input_ids"]), 1
+            labels[row, :length] = torch.tensor(example["labels"])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def parts(data: str | None, model: str | None, rows: int = 512) -> tuple[Any, list[Example], Collate]:
+    """A model in training mode, tokenised rows, and the function that makes batches of them.
+
+    Args:
+        data: JSON lines; the standard library's docstrings if left out.
+        model: a checkpoint directory; a small Qwen2 with random weights if left out.
+        rows: at most so many of the data.
+    """
+    pairs = [Pair(row["question"], row["answer"]) for row in docstring_pairs()] if data is None else read_pairs(data)
+    pairs = pairs[:rows]
+    if model is None:
+        tokenizer: Any = train_tokenizer((text for pair in pairs for text in pair), 2048)
+        sizes = {"hidden_size": 128, "intermediate_size": 336, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        network: Any = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return network.train(), list(encode(pairs, tokenizer, 256)), Collate(padding)
+
+
+def batches(examples: list[Example], collate: Collate, size: int) -> DataLoader[Any]:
+    """In the same shuffled order whenever it is made."""
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(examples, batch_size=size, shuffle=True, collate_fn=collate, generator=generator)  # type: ignore[arg-type]
