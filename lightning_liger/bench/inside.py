@@ -40,6 +40,8 @@ _PLACES = {
     "padding": "lightning_liger.padding.",
     "compile": "lightning_liger.compilation.",
 }
+# How blocks run is decided in the first training step itself; until then they are left as they are.
+_LATER = ("compile",)
 
 
 class NotMeasured(Exception):
@@ -74,7 +76,7 @@ def attribute(handle: Accelerated, trainer: Any, module: Any, batch: Any, index:
     held = contents(whole_numbers(batch))
     steps = _Steps(handle, trainer, module, batch, index)
     # what counts tokens, and changes nothing, is bound where padding stays as well
-    present = [key for key in _PLACES if any(b.feature for b in steps.bindings[key])]
+    present = [key for key in _PLACES if key not in _LATER and any(b.feature for b in steps.bindings[key])]
     rows = [Row(PLAIN, *steps.facts), *(Row(feature(key), *steps.facts) for key in present)]
     result = Comparison(Plan(1, 1, rounds), rows, name=f"{_OPTION}={rounds}", device=steps.name, order=INSIDE)
     work = Work(module).of([held])
