@@ -15,6 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lightning_liger.compilation.block import CompiledBlock
+from lightning_liger.compilation.recorded import RecordedBlock
 from lightning_liger.meter.structure import Structure
 from lightning_liger.padding.plain_decoder.ragged import RaggedTensor, rows_of
 from lightning_liger.parallel.recompute import Recomputed
@@ -52,7 +54,7 @@ class Observation:
     _last: set[nn.Module] = field(default_factory=set)
 
     def begin(self) -> None:
-        compiled = inside_compiled(self.model)
+        compiled = inside_compiled(self.model) | _inside_graphs(self.model)
         modules = [m for m, _ in (*self.structure.products, *self.structure.attentions) if m not in compiled]
         if self.model in compiled or not modules or calls_compiled(self.model):
             return
@@ -106,16 +108,19 @@ class Observation:
         Args:
             positions: what all runs of the step computed together.
         """
-        if not self._runs:
-            return self.structure
         # checkpointing that is not reentrant stops before the last product, whose result nobody asks for
         last = self._last | ({self._stretch} if self._stretch is not None else set())
         kept = self._kept(positions) | {m for m in last if not self._seen[m].reentrant}
-        ran = (m for m, s in self._seen.items() if s.calls and isinstance(m, nn.MultiheadAttention))
-        by_weight: set[nn.Module] = {m.out_proj for m in ran}
+        checkpointed = {m for block in self.model.modules() if any(_recomputed(block)) for m in block.modules()}
+        ran = {m for m, s in self._seen.items() if s.calls}
+        by_weight = {m.out_proj for m in ran if isinstance(m, nn.MultiheadAttention)}
+        known = sum(p.forward for m, p in self.structure.products if m in self._seen)
+        # most of a model that did not run was run by something that calls no modules
+        idle = sum(p.forward for m, p in self.structure.products if m in self._seen and m not in ran)
+        dropped = self.runs_once or idle < 0.5 * known
         products = []
         for module, product in self.structure.products:
-            seen = self._seen.get(module)
+            seen = self._seen.get(module) if module in ran or dropped else None
             if seen is not None and seen.calls:
                 # what the structure says of routed rows is true on average, and of experts computed for all tokens
                 rows = product.rows if product.routed else seen.rows / positions
@@ -123,16 +128,20 @@ class Observation:
                 product = replace(product, rows=rows, input_gradient=seen.gradient, recomputed=again)
             elif seen is not None and not product.routed and module not in by_weight:
                 product = replace(product, rows=0.0)  # the model has it, and did not run it
+            elif seen is None and module in checkpointed:
+                product = replace(product, recomputed=float(module not in kept))
             products.append((module, product))
         attentions = []
         for module, attention in self.structure.attentions:
-            seen = self._seen.get(module)
+            seen = self._seen.get(module) if module in ran or dropped else None
             if seen is not None and seen.calls:
                 again = 0.0 if module in kept else min(seen.again / seen.calls, 1.0)
                 gradient = seen.gradient or any(p.requires_grad for p in module.parameters())
                 attention = replace(attention, gradient=gradient, recomputed=again, times=seen.calls / self._runs)
             elif seen is not None:
                 continue
+            elif module in checkpointed:
+                attention = replace(attention, recomputed=float(module not in kept))
             attentions.append((module, attention))
         unknown = self.structure.unknown
         if self.structure.attentions and not attentions:
@@ -151,9 +160,19 @@ class Observation:
         return found
 
 
+def _inside_graphs(model: nn.Module) -> set[nn.Module]:
+    """Blocks that run as compiled code or recorded graphs, in which a hook would be traced or never called."""
+    kinds = (CompiledBlock, RecordedBlock)
+    blocks = (m for m in model.modules() if any(isinstance(b, kinds) for b in _bindings(m)))
+    return {m for block in blocks for m in block.modules()}
+
+
 def _recomputed(block: nn.Module) -> Iterator[Recomputed]:
-    binding = block.__dict__.get("forward")
+    return (b for b in _bindings(block) if isinstance(b, Recomputed))
+
+
+def _bindings(module: nn.Module) -> Iterator[Rebound]:
+    binding = module.__dict__.get("forward")
     while isinstance(binding, Rebound):
-        if isinstance(binding, Recomputed):
-            yield binding
+        yield binding
         binding = binding.previous

@@ -267,3 +267,26 @@ def test_what_checkpointing_computes_again(mode: str) -> None:
     products = operations.structures[backbone].cost.products
     assert 32 * sum(p.forward * (1 + p.recomputed) + p.backward for p in products) == pytest.approx(counts[1])
     assert counts[1] > 32 * sum(p.forward + p.backward for p in products), "something is computed again"
+
+
+def test_a_graph_that_calls_no_modules_counts_as_it_is_written() -> None:
+    model = causal_lm("llama").base_model
+    for layer in model.layers:
+        layer.forward = lambda x, **kwargs: x * 1.0  # as a recorded graph would replace it
+    call = [BackboneCall(model, (1, 8), True, (8,), (8,))]
+    operations = Operations(model)
+    before = operations.of(call, [])
+    operations.begin_observing()
+    model(torch.randint(3, VOCAB, (1, 8)), use_cache=False)
+    operations.end_observing(call)
+    assert operations.of(call, []) == before and before.model > 0 and not operations.unknown
+
+
+def test_compiled_blocks_are_not_watched() -> None:
+    model = causal_lm("llama").base_model
+    for layer in model.layers:
+        layer.compile()
+    operations = Operations(model)
+    operations.begin_observing()
+    assert not any(m._forward_pre_hooks for layer in model.layers for m in layer.modules())
+    operations.stop_observing()
