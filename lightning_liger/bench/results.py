@@ -176,17 +176,27 @@ class Comparison:
     def memory_ratio(self, row: Row) -> float | None:
         return row.peak_memory / self.plain.peak_memory if row.measured and self.plain.peak_memory else None
 
+    def base(self, row: Row) -> Row | None:
+        """Whose batches a variant sees: plain's, or those of the first one whose batches are others; None for these two."""
+        others = (r for r in self.rows if r.measured and not r.variant.same_batches)
+        found = self.plain if row.variant.same_batches else next(others, None)
+        return None if found is row else found
+
     def same_batches(self, row: Row) -> bool:
         """Whether a variant that should have seen plain's batches did."""
-        pairs = [(self.plain.checksums(r), row.checksums(r)) for r in self._common_runs(row)]
+        base = self.base(row)
+        if base is None:
+            return True
+        pairs = [(base.checksums(r), row.checksums(r)) for r in self._common_runs(base, row)]
         return all(a == b for plain, own in pairs for a, b in zip(plain, own, strict=False))
 
     def deviation(self, row: Row) -> float | None:
-        """The largest relative difference of a step's loss from plain's; None where batches differ or there is no loss."""
-        if row is self.plain or not row.variant.same_batches or not row.measured or not self.plain.runs:
+        """The largest relative difference of a step's loss from :meth:`base`'s; None where there is none, or no loss."""
+        base = self.base(row)
+        if base is None or not row.measured or not base.runs:
             return None
         pairs = [
-            pair for r in self._common_runs(row) for pair in zip(self.plain.losses(r), row.losses(r), strict=False)
+            pair for r in self._common_runs(base, row) for pair in zip(base.losses(r), row.losses(r), strict=False)
         ]
         if not pairs or all(math.isnan(plain) and math.isnan(own) for plain, own in pairs):
             return None
@@ -209,19 +219,21 @@ class Comparison:
         for row in self.rows:
             if row.failure and not row.variant.skipped and not row.out_of_memory:
                 found.append(f"{row.name} failed: {row.failure}")
-            if not row.measured or not row.variant.same_batches:
+            base = self.base(row)
+            if not row.measured or base is None:
                 continue
             if not self.same_batches(row):
-                found.append(f"{row.name} did not see plain's batches, so it is not compared with like.")
+                found.append(f"{row.name} did not see {base.name}'s batches, so it is not compared with like.")
             deviation = self.deviation(row)
             if deviation is not None and not deviation <= self.tolerance(row):
                 found.append(
-                    f"{row.name}: losses differ from plain's by {deviation:.1e}, more than {self.tolerance(row):.0e} relative."
+                    f"{row.name}: losses differ from {base.name}'s by {deviation:.1e}, more than {self.tolerance(row):.0e} relative."
                 )
         return found
 
-    def _common_runs(self, row: Row) -> range:
-        return range(min(len(self.plain.runs), len(row.runs)))
+    @staticmethod
+    def _common_runs(one: Row, other: Row) -> range:
+        return range(min(len(one.runs), len(other.runs)))
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; bytes, seconds, and floating point operations per second."""

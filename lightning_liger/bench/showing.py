@@ -154,7 +154,7 @@ def _memory(comparison: Comparison, row: Row) -> str:
 def _deviation(comparison: Comparison, row: Row) -> str:
     if row is comparison.plain or not row.measured:
         return _EMPTY
-    if not row.variant.same_batches:
+    if comparison.base(row) is None:
         return "other batches"
     deviation = comparison.deviation(row)
     if deviation is None:
@@ -196,8 +196,8 @@ _COLUMNS = (
     ),
     _Column(
         "loss vs plain",
-        "the largest relative difference of any step's loss from plain's on the same batches; 'equal' is within rounding "
-        "(1e-5 in fp32, 8e-3 in bf16)",
+        "the largest relative difference of any step's loss from plain's on the same batches (or from the first variant's "
+        "with these batches); 'equal' is within rounding (1e-5 in fp32, 8e-3 in bf16)",
         _deviation,
     ),
     _Column(

@@ -75,6 +75,11 @@ def test_verdicts() -> None:
     assert problems(off, "bf16-mixed") == []
     assert "differ from plain's by nan" in problems([math.nan, *LOSSES[1:]])[0]
     assert problems(off, variant=replace(FAST, same_batches=False)) == []
+    batches = row(replace(FAST, name="+batches", same_batches=False), 1.0, LOSSES)
+    compiled = row(replace(FAST, name="+compile", same_batches=False), 1.0, off)
+    result = compared(batches)
+    result.rows.append(compiled)
+    assert "+compile: losses differ from +batches's by 1.0e-03" in result.problems()[0]
     other = row(FAST, 1.0, LOSSES)
     other.runs[0][0] = replace(other.runs[0][0], checksums=(7,))
     assert "did not see plain's batches" in compared(other).problems()[0]
