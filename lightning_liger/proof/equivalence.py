@@ -19,10 +19,11 @@ from lightning_liger.proof.blame import features, muted, switch_off
 from lightning_liger.proof.comparing import Agreement, Distance, Run, distance, gradients, judge
 from lightning_liger.proof.fitting import missing_memory, some_rows
 from lightning_liger.proof.ranks import any_rank, everywhere
+from lightning_liger.proof.recorded import CannotRepeat
 from lightning_liger.proof.report import EquivalenceReport, ProofError
 from lightning_liger.proof.requested import clean
 from lightning_liger.proof.rounding import Rounding
-from lightning_liger.proof.tape import CannotRepeat, Tape
+from lightning_liger.proof.tape import Tape
 from lightning_liger.proof.unharmed import reseeding, unharmed
 from lightning_liger.proof.units import Unit, find_units
 
@@ -118,7 +119,7 @@ class EquivalenceProof(TrainingHooks):
                 problem = ""
                 try:
                     if loss is None:
-                        raise CannotRepeat("training_step returned no loss")
+                        raise CannotRepeat(tape.problem or "training_step returned no loss")
                     tape.cut(loss)
                 except CannotRepeat as error:
                     problem = str(error)
@@ -152,20 +153,20 @@ class EquivalenceProof(TrainingHooks):
         handle, report = self._accelerated(), self._report
         agreement, reason, blamed = None, "", []
         too_large = missing_memory(module, handle, module.device, self._allocated)
-        with unharmed([u.module for u in tape.units], handle.bindings(), module.device), handle.report.unnoticed():
-            try:
+        try:
+            with unharmed([u.module for u in tape.units], handle.bindings(), module.device), handle.report.unnoticed():
                 if too_large:
                     report.part = too_large
                     tape, report.part = some_rows(tape, handle)
                 runs = _Runs(module, tape, handle, module.device)
                 agreement, reason = runs.compare()
                 blamed = runs.blamed
-            except CannotRepeat as error:
-                report.skipped = f"{too_large}, and {error}" if too_large else str(error)
-            except torch.OutOfMemoryError:
-                report.skipped = "there is no memory for a plain run of the first batch"
-            except Exception as error:  # code of the user's, called where they did not expect it
-                report.skipped = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        except CannotRepeat as error:
+            report.skipped = f"{too_large}, and {error}" if too_large else str(error)
+        except torch.OutOfMemoryError:
+            report.skipped = "there is no memory for a plain run of the first batch"
+        except Exception as error:  # code of the user's, called where they did not expect it
+            report.skipped = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         report.agreement = agreement
         if reason and not blamed:
             report.skipped = reason

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_liger.accelerate import Accelerated
-from lightning_liger.proof.tape import CannotRepeat, Tape, tensors
+from lightning_liger.proof.recorded import CannotRepeat, tensors
+from lightning_liger.proof.tape import Tape
 from lightning_liger.proof.units import Unit
 
 _ROWS_TOKENS = 2048
