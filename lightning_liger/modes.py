@@ -1,7 +1,8 @@
-"""What changes a module's forward without a write to its weights: training flags, and the switches of PEFT's adapters."""
+"""What changes a module's forward without a write to its weights: the switches of PEFT's adapters."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,20 +10,28 @@ from typing import Any
 import torch.nn as nn
 
 _SWITCHES = ("_disable_adapters", "_active_adapter")
+# module -> how many parameters it had, and the layers in it that can be switched: looking at every module of a deep
+# model takes milliseconds, which every call would pay
+_LAYERS: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
 
 
 class Modes:
-    """The modes of ``module``, and of all inside of it, as they are when this is made."""
+    """The modes of the adapters inside of ``module``, as they are when this is made.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._found = _read(module)
+    Args:
+        module: what is called.
+        parameters: how many it has; another number than before means that adapters may have come.
+    """
+
+    def __init__(self, module: nn.Module, parameters: int = 0) -> None:
+        self._layers = _switchable(module, parameters)
+        self._found = _read(self._layers)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside of this context every module and parameter is in the mode that it was in."""
-        now = _read(self._module)
-        changed = [(owner, name) for (owner, name), value in self._found.items() if now.get((owner, name)) != value]
+        """Inside of this context every adapter, and every parameter of one, is in the mode that it was in."""
+        now = _read(self._layers)
+        changed = [key for key, value in self._found.items() if now.get(key) != value]
         _write(changed, self._found)
         try:
             yield
@@ -30,15 +39,22 @@ class Modes:
             _write(changed, now)
 
 
-def _read(module: nn.Module) -> dict[tuple[Any, str], Any]:
-    found: dict[tuple[Any, str], Any] = {}
-    for part in module.modules():
-        found[part, "training"] = part.training
+def _switchable(module: nn.Module, parameters: int) -> list[nn.Module]:
+    known = _LAYERS.get(module)
+    if known is None or known[0] != parameters:
         # an attribute of PEFT's classes until it is first changed; asking the instance would search its parameters
-        if "_disable_adapters" in part.__dict__ or hasattr(type(part), "_disable_adapters"):
-            found.update({(part, name): getattr(part, name) for name in _SWITCHES})
-    for parameter in module.parameters():
-        found[parameter, "requires_grad"] = parameter.requires_grad
+        found = [m for m in module.modules() if hasattr(type(m), _SWITCHES[0]) or _SWITCHES[0] in m.__dict__]
+        known = _LAYERS[module] = parameters, [weakref.ref(m) for m in found]
+    return [m for reference in known[1] if (m := reference()) is not None]
+
+
+def _read(layers: list[nn.Module]) -> dict[tuple[Any, str], Any]:
+    found: dict[tuple[Any, str], Any] = {}
+    for layer in layers:
+        for name in _SWITCHES:
+            found[layer, name] = getattr(layer, name)
+        for parameter in layer.parameters():
+            found[parameter, "requires_grad"] = parameter.requires_grad
     return found
 
 

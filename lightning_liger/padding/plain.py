@@ -44,7 +44,7 @@ class PlainRun:
         self._inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         self._versions = self._now()
         # adapters are often switched within a step, such as off for a reference
-        self._modes = Modes(backbone.module)
+        self._modes = Modes(backbone.module, len(self._versions))
         self._layout = layout
         self._with_gradients = torch.is_grad_enabled()
         self._outputs: dict[bool, Any] = {}
