@@ -134,7 +134,7 @@ class BlockRuns:
             self._watch, self._tried = None, True
             with self._whole_report.unnoticed():
                 self.decision = self._decide(backbone, block, args, kwargs)
-            self.report.decided = self.decision.describe()
+            self._tell(self.decision)
 
         return hook
 
@@ -167,9 +167,14 @@ class BlockRuns:
         self.settled, self.decision = True, decision
         for backbone in list(self._stacks):
             self._bind(backbone, decision.plan)
-        self.report.decided = decision.describe()
+        self._tell(decision)
         if not decision.plan.compiled and not decision.plan.recorded and self._buckets.choice == "auto":
             self._buckets.on = False
+
+    def _tell(self, decision: Decision) -> None:
+        self.report.decided = decision.describe()
+        for name, problem in decision.problems.items():
+            self.report.refuse(f"{name}: {problem}")
 
     def give_up(self, reason: str) -> None:
         """Go on by the rule that holds without timing."""

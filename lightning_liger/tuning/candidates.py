@@ -110,16 +110,19 @@ def decide(
         ways[Plan(present)] = (use(present), forward)
         if len(present) > 1:
             ways.update({Plan((op,)): (use((op,)), forward) for op in present})
-    refused: list[str] = []
     hooked = foreign_hook(block)
+    if not options.record and not hooked:
+        for ops in dict.fromkeys(((), present)):
+            ways[Plan(ops, False, True)] = (use(ops), _recorded(block, forward))
     if options.compile and not hooked:
+        refused: list[str] = []
         graphs = Graphs(options.backend, refused.append)
         attention = [m for m in attention_layers(backbone) if m in set(block.modules())]
         on_code = CompiledBlock(block, Switch(True), graphs, attention)
         run = _checked(on_code.call, refused)
         ways[Plan((), True)] = (use(()), run)
         if not options.record:
-            ways[Plan((), True, True)] = (use(()), _recorded(block, run, refused))
+            ways[Plan((), True, True)] = (use(()), _recorded(block, run))
     try:
         with untouched(block, trial.device), nullcontext() if hooked else without_inner_hooks(block):
             costs = measure(trial, ways, Plan(), _SECONDS)
@@ -132,6 +135,9 @@ def decide(
     finally:
         for kernel, resting in before:
             kernel.resting = resting
+    for found in [p for p in costs if p.recorded]:
+        # what a recording keeps is allocated before its forward begins
+        costs[found] = replace(costs[found], kept=costs[replace(found, recorded=False)].kept)
     plan = fastest(costs, blocks, _free(trial.device))
     return Decision(
         plan,
@@ -140,7 +146,8 @@ def decide(
     )
 
 
-def _recorded(block: nn.Module, run: Callable[..., Any], refused: list[str]) -> Callable[..., Any]:
+def _recorded(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    refused: list[str] = []
     stack = RecordedStack([block], 1, refused.append)
     binding = RecordedBlock(block, Switch(True), stack)
     binding.previous = run
