@@ -95,6 +95,7 @@ class Accelerated:
         """Take everything back: no attribute of the module, of its classes or of a library stays changed."""
         self._switch.on = False
         self.book.close()
+        self.runs.close()
         for bound in reversed(self._bindings):
             if (binding := bound.binding()) is not None:
                 binding.unbind()
@@ -109,7 +110,8 @@ class Accelerated:
         """Bind to what the module holds now; what is bound already stays as it is."""
         # below everything else: padding removal wraps the forwards that kernels replace
         timed = self.runs.times_kernels() and self.settings.padding_free and bool(find_backbones(module)[0])
-        self.runs.tuned_ops = self._kernels.left_open() if timed else set()
+        if timed:
+            self.runs.tuned_ops = self._kernels.left_open()
         for binding in self._kernels.bindings(module, timed):
             self._keep(binding)
         compiled = inside_compiled(module)

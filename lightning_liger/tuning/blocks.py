@@ -86,6 +86,12 @@ class BlockRuns:
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockRuns:
         return self
 
+    def close(self) -> None:
+        """Ask for nothing any more."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
     # -- what there is -----------------------------------------------------------------------------------------------
 
     def add(self, backbone: nn.Module) -> None:
