@@ -139,8 +139,20 @@ def compare(name: str, make: Callable[[], Any], strategy: Callable[[], Any], **o
     found = f"loss {worst:.1e} gradient {gradient:.1e} parameter {parameter:.1e} validation {validation:.1e}"
     assert worst <= 1e-5 and gradient <= 2e-5 and parameter <= 1e-5 and validation <= 1e-5, f"{name}: {found}"
     check_sums(mine)
+    check_proof(name, mine)
     if dist.get_rank() == 0:
         print(f"{name}: {found}", flush=True)
+
+
+def check_proof(name: str, run: Run) -> None:
+    """Every rank has compared its own batch, or says why none has."""
+    found = run.report["proof"]["equivalence"]
+    assert not found["mismatch"], found
+    if name.startswith("model parallel"):
+        assert found["skipped"] == "the model is sharded", found
+    else:
+        assert found["agreement"] is not None and found["agreement"]["gradient_difference"] < 5e-6, found
+    assert run.report["proof"]["kernels"]["step"] == 1 and not run.report["proof"]["kernels"]["missing"], run.report
 
 
 def check_sums(run: Run) -> None:

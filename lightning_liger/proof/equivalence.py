@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from lightning_liger.accelerate import Accelerated
 from lightning_liger.hooks import TrainingHooks
-from lightning_liger.patching import Switch, bindings_of, calls_compiled, inside_compiled
+from lightning_liger.patching import Switch, bindings_of
 from lightning_liger.proof.blame import features, muted, switch_off
+from lightning_liger.proof.comparable import why_not_compared
 from lightning_liger.proof.comparing import Agreement, Distance, Run, distance, gradients, judge
 from lightning_liger.proof.fitting import missing_memory, some_rows
 from lightning_liger.proof.ranks import any_rank, everywhere
@@ -71,22 +73,41 @@ class EquivalenceProof(TrainingHooks):
             if self._tape is None:
                 return training_step(*args, **kwargs)
             tape = self._tape
-            with tape:
+            with tape, self._catching_loss(module):
                 output = training_step(*args, **kwargs)
             tape.recording = False
+            return output
+
+        self._wrap(strategy, "training_step", recorded)
+
+    @contextmanager
+    def _catching_loss(self, module: Any) -> Iterator[None]:
+        """As the module returns it: DDP sends it through a function of its own."""
+        before, step = vars(module).get("training_step"), module.training_step
+
+        @functools.wraps(step)
+        def catching(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else output
             if self._loss is None and isinstance(loss, Tensor):
                 self._loss = loss
             return output
 
-        self._wrap(strategy, "training_step", recorded)
+        vars(module)["training_step"] = catching
+        try:
+            yield
+        finally:
+            if before is None:
+                del vars(module)["training_step"]
+            else:
+                vars(module)["training_step"] = before
 
     def begin_batch(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         if self._over:
             return
         self._over = True
         handle = self._accelerated()
-        reason = _why_not(module, handle)
+        reason = why_not_compared(module, handle)
         if any_rank(bool(reason), trainer):
             self._report.skipped = reason or "another rank cannot"
             return
@@ -266,21 +287,3 @@ def _seen(agreement: Agreement) -> str:
         f"loss {agreement.loss[1]:.6g} instead of {agreement.loss[0]:.6g}, gradients {agreement.gradient_difference:.1e} "
         f"apart where the plain run's own rounding is {agreement.own_gradient:.1e}, furthest at {agreement.worst}"
     )
-
-
-def _why_not(module: nn.Module, handle: Accelerated) -> str:
-    """Why the first step is not compared, or ``""``."""
-    from torch.distributed.tensor import DTensor
-
-    if handle.report.nothing_to_accelerate:
-        return "nothing was accelerated"
-    if not handle.is_active:
-        return "acceleration is switched off"
-    if inside_compiled(module) or calls_compiled(module):
-        return "compiled code would be compiled again for the plain run's shapes"
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id"):
-            return "the model is sharded"
-        if parameter._backward_hooks:
-            return "hooks on parameters would be called once more"
-    return ""
