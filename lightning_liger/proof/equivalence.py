@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightning_liger.proof.requested import clean
 from lightning_liger.proof.rounding import Rounding
 from lightning_liger.proof.tape import Tape
 from lightning_liger.proof.unharmed import reseeding, unharmed
-from lightning_liger.proof.units import Unit, find_units
+from lightning_liger.proof.units import CaughtLoss, Unit, find_units
 
 # Before anything is blamed, the plain run's own error is asked for again: a router may be undecided between two experts.
 _MORE_SAMPLES = 3
@@ -73,34 +72,21 @@ class EquivalenceProof(TrainingHooks):
             if self._tape is None:
                 return training_step(*args, **kwargs)
             tape = self._tape
-            with tape, self._catching_loss(module):
-                output = training_step(*args, **kwargs)
-            tape.recording = False
-            return output
+            caught = CaughtLoss(module, Switch(True), self._catch)
+            caught.bind()
+            try:
+                with tape:
+                    return training_step(*args, **kwargs)
+            finally:
+                tape.recording, caught.catch = False, None
+                caught.unbind()
 
         self._wrap(strategy, "training_step", recorded)
 
-    @contextmanager
-    def _catching_loss(self, module: Any) -> Iterator[None]:
-        """As the module returns it: DDP sends it through a function of its own."""
-        before, step = vars(module).get("training_step"), module.training_step
-
-        @functools.wraps(step)
-        def catching(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            if self._loss is None and isinstance(loss, Tensor):
-                self._loss = loss
-            return output
-
-        vars(module)["training_step"] = catching
-        try:
-            yield
-        finally:
-            if before is None:
-                del vars(module)["training_step"]
-            else:
-                vars(module)["training_step"] = before
+    def _catch(self, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if self._loss is None and isinstance(loss, Tensor):
+            self._loss = loss
 
     def begin_batch(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         if self._over:

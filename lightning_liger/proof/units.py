@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
@@ -35,6 +36,29 @@ class Unit(Rebound):
             return super().__deepcopy__(memo)
         finally:
             self.tape = tape
+
+
+class CaughtLoss(Rebound):
+    """``training_step`` of a module, whose output is shown to ``catch``: DDP sends it through a function of its own."""
+
+    name = "training_step"
+
+    def __init__(self, module: nn.Module, switch: Switch, catch: Callable[[Any], None]) -> None:
+        super().__init__(module, switch)
+        self.catch: Callable[[Any], None] | None = catch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        if self.catch is not None:
+            self.catch(output)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rebound:
+        catch, self.catch = self.catch, None
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self.catch = catch
 
 
 def find_units(root: nn.Module, bindings: list[Binding]) -> dict[nn.Module, str]:

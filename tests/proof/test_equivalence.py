@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -317,3 +318,17 @@ def test_a_sabotaged_weight_read_by_both_is_no_mismatch() -> None:
             module.model.model.norm.weight.mul_(3)
 
     compared(fit(Plain(causal_lm("llama")), loader(), LigerCallback(verbose=False), callbacks=[Sabotage(act)]))
+
+
+def test_copies_made_in_the_step_that_is_written_down() -> None:
+    class Copies(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 0:
+                self.twin = [copy.deepcopy(self.model)]
+            return super().training_step(batch, batch_idx)
+
+    off, on, _, run = _pair(lambda: Copies(causal_lm("llama")))
+    compared(run)
+    assert not any("training_step" in vars(m) or "forward" in vars(m) for m in on.modules())
+    batch = next(iter(loader()))
+    assert on.twin[0](**batch).loss == off.twin[0](**batch).loss
