@@ -68,6 +68,8 @@ def _slower(comparison: Comparison, measured: list[Row]) -> list[str]:
     found = []
     for before, row in pairwise(measured):
         one, two = comparison.speedup_of_turns(before), comparison.speedup_of_turns(row)
+        if len(row.turns) < 2:
+            continue  # one round may have met anything
         if one is None or two is None or row.name not in _WITHOUT or two[1] >= _SLOWER * one[0]:
             continue
         share = two[1] / one[0]

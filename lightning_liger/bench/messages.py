@@ -78,6 +78,12 @@ class Turn:
     free: int
     lag: float | None = None
 
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each step; steps where tokens are not counted."""
+        work = self.tokens if self.tokens is not None else (1,) * len(self.seconds)
+        return [amount / seconds for amount, seconds in zip(work, self.seconds, strict=True)]
+
 
 @dataclass(frozen=True)
 class Done:

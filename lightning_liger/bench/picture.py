@@ -74,6 +74,7 @@ def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], fo
     axes.invert_yaxis()
     axes.margins(x=0.18)
     axes.set_xlim(left=0)
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(axis="x")
 
 

@@ -98,10 +98,18 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Real tokens of all measured steps over their seconds; None where they cannot be counted."""
-        if any(turn.tokens is None for turn in self.turns):
-            return None
-        return sum(sum(turn.tokens or ()) for turn in self.turns) / sum(self.seconds)
+        """Real tokens over seconds, of the median step, so that one that allocated does not count; None if not counted."""
+        return (
+            None
+            if any(turn.tokens is None for turn in self.turns)
+            else statistics.median(rate for turn in self.turns for rate in turn.rates)
+        )
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """The mean."""
+        tokens = [count for turn in self.turns for count in turn.tokens or ()]
+        return statistics.fmean(tokens) if tokens else None
 
     @property
     def padding(self) -> float | None:
@@ -116,7 +124,11 @@ class Row:
     def flops_per_second(self) -> float | None:
         if not self.turns or any(turn.flops is None for turn in self.turns):
             return None
-        return sum(sum(turn.flops or ()) for turn in self.turns) / sum(self.seconds)
+        return statistics.median(
+            flops / seconds
+            for turn in self.turns
+            for flops, seconds in zip(turn.flops or (), turn.seconds, strict=True)
+        )
 
     @property
     def lag(self) -> float | None:
@@ -170,7 +182,7 @@ class Comparison:
         if self.speedup(row) is None:
             return None
         pairs = list(zip(self.plain.turns, row.turns, strict=False))
-        ratios = [_rate(fast) / _rate(plain) for plain, fast in pairs]
+        ratios = [statistics.median(fast.rates) / statistics.median(plain.rates) for plain, fast in pairs]
         return min(ratios), max(ratios)
 
     def memory_ratio(self, row: Row) -> float | None:
@@ -264,6 +276,7 @@ class Comparison:
                 "spread": row.spread,
                 "seconds": row.seconds,
                 "tokens_per_second": row.tokens_per_second,
+                "tokens_per_step": row.tokens_per_step,
                 "padding_fraction": row.padding,
                 "speedup": self.speedup(row),
                 "speedup_of_rounds": self.speedup_of_turns(row),
@@ -281,12 +294,6 @@ class Comparison:
                 "report": row.report,
             }
         return made
-
-
-def _rate(turn: Turn) -> float:
-    """Tokens per second of one turn; steps where tokens are not counted."""
-    work = sum(turn.tokens) if turn.tokens is not None else len(turn.seconds)
-    return work / sum(turn.seconds)
 
 
 def _plainly(value: Any) -> Any:

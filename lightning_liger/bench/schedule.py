@@ -174,7 +174,7 @@ class Schedule:
         """Batches as large as the padded ones were, once their size is known."""
         if variant.defaults.get("max_tokens_per_batch", {}).get("max_tokens_per_batch") != AS_PADDED:
             return variant
-        largest = max((row.largest for row in self.result.rows), default=0)
+        largest = max((row.largest for row in self.result.rows if row.variant.same_batches), default=0)
         filled = {"max_tokens_per_batch": largest, "overlong": "own_batch"}
         options = filled if largest else {"max_tokens_per_batch": "keep_samples"}
         return replace(variant, defaults={**variant.defaults, "max_tokens_per_batch": options})

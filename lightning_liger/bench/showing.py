@@ -129,6 +129,10 @@ def _tokens(comparison: Comparison, row: Row) -> str:
     return _EMPTY if rate is None else f"{rate:,.0f}"
 
 
+def _tokens_of_step(comparison: Comparison, row: Row) -> str:
+    return _EMPTY if row.tokens_per_step is None else f"{row.tokens_per_step:,.0f}"
+
+
 def _speedup(comparison: Comparison, row: Row) -> str:
     ratio = comparison.speedup(row)
     if ratio is None:
@@ -182,7 +186,8 @@ _COLUMNS = (
         "time of one step: the median, ± half of the middle half's width",
         _step,
     ),
-    _Column("tokens/s", "real tokens trained per second; padding does not count", _tokens),
+    _Column("tokens/step", "real tokens in one step, on average", _tokens_of_step),
+    _Column("tokens/s", "real tokens trained per second in the median step; padding does not count", _tokens),
     _Column("speed", "tokens/s over plain's; in brackets the slowest and the fastest round", _speedup),
     _Column(
         "MFU",

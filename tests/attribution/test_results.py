@@ -55,14 +55,15 @@ def compared(fast: Row) -> Comparison:
 def test_numbers() -> None:
     fast = row(FAST, 1.0, LOSSES)
     result = compared(fast)
-    assert fast.step_seconds == 1.0 and fast.tokens_per_second == pytest.approx(400 / 5)
+    assert fast.step_seconds == 1.0 and fast.tokens_per_second == pytest.approx(100.0)
+    assert fast.tokens_per_step == 100
     assert result.speedup(fast) == pytest.approx(4.0) and result.speedup_of_turns(fast) == pytest.approx((4.0, 4.0))
     assert fast.spread == pytest.approx(0.125)  # quartiles 1 and 1.25
     assert fast.padding == 0.5 and result.deviation(fast) == 0 and result.problems() == []
     assert result.memory_ratio(fast) == pytest.approx(2.0 / 4.0)
     assert result.mfu(fast) is None
     fast.peak_flops = 8e9
-    assert result.mfu(fast) == pytest.approx(4e9 / 5 / 8e9)
+    assert result.mfu(fast) == pytest.approx(1e9 / 8e9)
     assert json.loads(json.dumps(result.to_dict()))["variants"][1]["speedup"] == pytest.approx(4.0)
 
 
@@ -153,7 +154,7 @@ def test_advice_for_a_gpu_that_waits() -> None:
         return " ".join(advice(compared(fast))[1:])
 
     assert "the GPU waits for the host in +head" in lagging(0.02) and "max_tokens_per_batch=12288" in lagging(0.02)
-    assert "there is room for more of them" in lagging(0.9) and "8% MFU" in lagging(0.9)
+    assert "there is room for more of them" in lagging(0.9) and "10% MFU" in lagging(0.9)
 
 
 def test_tokens_of_a_batch() -> None:
