@@ -41,7 +41,15 @@ def compiled(blocks: Sequence[nn.Module], backbone: nn.Module, switch: Switch, g
     return [CompiledBlock(b, switch, graphs, [m for m in b.modules() if m in attention]) for b in blocks]
 
 
-def recorded(blocks: Sequence[nn.Module], switch: Switch, limit: int, refuse: Callable[[str], None]) -> list[Rebound]:
-    """Bindings, not bound yet."""
+def recorded(
+    blocks: Sequence[nn.Module],
+    switch: Switch,
+    limit: int,
+    refuse: Callable[[str], None],
+    ready: Callable[[int], bool] = lambda size: True,
+    seen_before: int = 2,
+) -> list[Rebound]:
+    """Bindings, not bound yet; arguments as :class:`RecordedStack` has them."""
     stack = RecordedStack(blocks, limit, refuse)
+    stack.ready, stack.seen_before = ready, seen_before
     return [RecordedBlock(block, switch, stack) for block in blocks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,13 +52,18 @@ class Graphs:
     Args:
         backend: of ``torch.compile``.
         refuse: told, once for each reason, why blocks of a kind run as they are.
+        patience: batches of a size after which code is made for it; until then blocks run as they are. Code for one size
+            takes seconds to make, which a size that is met once would never earn back.
     """
 
     backend: str | Callable[..., Any]
     refuse: Callable[[str], None]
+    patience: int = 0
     _made: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     _off: dict[type, str] = field(default_factory=dict)
-    _sizes: dict[type, set[int]] = field(default_factory=dict)
+    _met: Counter[int] = field(default_factory=Counter)
+    _sizes: set[int] = field(default_factory=set)
+    _any_size: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         return self
@@ -72,16 +78,40 @@ class Graphs:
         self._off[type(module)] = reason
         self.refuse(f"{name} is not compiled: {reason}")
 
+    def meet(self, size: int) -> None:
+        """A batch of so many tokens is about to run."""
+        self._met[size] += 1
+
+    def on_trial(self, refuse: Callable[[str], None]) -> Graphs:
+        """Others, which make code at once; what they make is found here later."""
+        return Graphs(self.backend, refuse, _made=self._made)
+
+    def admit(self, size: int) -> None:
+        """Make code for this size without further waiting."""
+        if len(self._sizes) < _SIZES:
+            self._sizes.add(size)
+
+    def settle(self) -> None:
+        """Between two batches: code may be made from now on for the sizes that were met often enough."""
+        for size, times in self._met.items():
+            if times > self.patience and len(self._sizes) < _SIZES:
+                self._sizes.add(size)
+        others = sum(times for size, times in self._met.items() if size not in self._sizes)
+        self._any_size = self._any_size or (len(self._sizes) >= _SIZES and others > self.patience)
+
+    def takes(self, size: int) -> bool:
+        """Whether blocks run compiled for batches of this size."""
+        if not self.patience and len(self._sizes) < _SIZES:
+            self._sizes.add(size)
+        return size in self._sizes or self._any_size or not self.patience
+
     def function(self, module: nn.Module, size: int) -> Callable[..., Any]:
         """The compiled block of this kind for batches of ``size`` tokens; after some sizes one for all others."""
         kind = type(module)
-        sizes = self._sizes.setdefault(kind, set())
-        if len(sizes) < _SIZES:
-            sizes.add(size)
-        key = (kind, torch.is_grad_enabled(), size if size in sizes else None)
+        key = (kind, torch.is_grad_enabled(), size if size in self._sizes else None)
         if key not in self._made:
             own = _own_code(kind.__name__)
-            self._made[key] = torch.compile(own, fullgraph=True, dynamic=size not in sizes, backend=self.backend)
+            self._made[key] = torch.compile(own, fullgraph=True, dynamic=key[2] is None, backend=self.backend)
         return self._made[key]
 
 
@@ -103,6 +133,8 @@ class CompiledBlock(Rebound):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_call_of(kwargs)
         if packed is None or self.graphs.why_off(self.module) or self._unusual(kwargs):
+            return self.original(*args, **kwargs)
+        if not self.graphs.takes(packed.layout.size):
             return self.original(*args, **kwargs)
         if any(True for _ in inner_hooks(self.module)):
             if reason := foreign_hook(self.module):

@@ -24,12 +24,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_liger.compilation.inner_hooks import inner_hooks
-from lightning_liger.compilation.recorder import Recorder
+from lightning_liger.compilation.recorder import Recorder, without_cached_casts
 from lightning_liger.padding.attention import PackedCall, packed_call_of
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
-_SEEN_BEFORE = 2  # calls of a shape before it is worth a recording
+_SEEN_BEFORE = 2  # calls of a shape before it is recorded: they warm up what is
+_FREE = 0.25  # of a device's memory, without which nothing is recorded
 _WARM_UP = 2
 _READS_BOUNDARIES = ("fa4", "fa3", "fa2", "varlen")
 
@@ -152,13 +153,19 @@ class _Shape:
         self.number = 0
         self.made: list[_Recording] = []
         self.complete = False
+        self.crowded = False
         self._slots: dict[int, _Slot] = {}
 
     def run(self, index: int, block: RecordedBlock, args: Any, kwargs: Any) -> Any:
         if index == 0:
             self.calls += 1
             self.number += 1
-        if self.calls <= _SEEN_BEFORE or self.stack.off:
+        if self.calls <= self.stack.seen_before or self.stack.off:
+            return block.original(*args, **kwargs)
+        if index == 0 and not self.made and not self.crowded and not self.stack.recorder.has_room(_FREE):
+            self.crowded = True
+            self.stack.refuse(f"CUDA graphs: a shape was not recorded: {_FREE:.0%} of the device's memory are not free")
+        if self.crowded:
             return block.original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if not self.complete:
@@ -222,7 +229,7 @@ class _Shape:
         return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted, again)
 
     def _warm_up(self, block: RecordedBlock, args: Any, kwargs: Any, wanted: list[Tensor]) -> None:
-        with self.stack.recorder.aside():
+        with self.stack.recorder.aside(), without_cached_casts():
             for _ in range(_WARM_UP):
                 out = [t for t in tree_flatten(block.original(*args, **kwargs))[0] if isinstance(t, Tensor)]
                 torch.autograd.grad(out, wanted, [torch.zeros_like(t) for t in out], allow_unused=True)
@@ -250,6 +257,10 @@ class RecordedStack:
         limit: how many shapes are recorded; further ones run as they are.
         refuse: told why nothing is recorded.
         recorder: makes the graphs.
+
+    Attributes:
+        seen_before: calls of a shape before it is recorded.
+        ready: whether what is to be recorded runs already, for so many tokens.
     """
 
     def __init__(
@@ -263,6 +274,8 @@ class RecordedStack:
         self.limit = limit
         self.refuse = refuse
         self.off = ""
+        self.seen_before = _SEEN_BEFORE
+        self.ready: Callable[[int], bool] = lambda size: True
         self.recorder = recorder or Recorder()
         self._shapes: dict[Any, _Shape] = {}
 
@@ -308,6 +321,8 @@ class RecordedBlock(Rebound):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_call_of(kwargs)
         if packed is None or self.stack.off or not torch.is_grad_enabled() or self._is_watched() or self._is_copy():
+            return self.original(*args, **kwargs)
+        if not self.stack.ready(packed.layout.size):
             return self.original(*args, **kwargs)
         return self.stack.run(self, self._key(packed), args, kwargs)
 

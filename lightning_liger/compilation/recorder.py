@@ -10,12 +10,34 @@ from typing import Any
 import torch
 
 
+@contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """Weights that autocast casts once for a whole forward are cast by every block for itself.
+
+    Left alone where autocast is off: compiled code asks for this flag before anything else.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
 class Recorder:
     """Makes CUDA graphs that share one pool of memory: they must be replayed in the order in which they were made."""
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: Any = None
+
+    def has_room(self, share: float = 0.25) -> bool:
+        """Whether so much of the device's memory is free, or kept for nobody."""
+        free, total = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= share * total
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -31,19 +53,17 @@ class Recorder:
     def record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
         """What ``function`` gives, not computed yet, and the graph whose ``replay()`` computes it."""
         graph = torch.cuda.CUDAGraph()
-        # weights that autocast keeps in bf16 outside of a graph are gone when it is replayed
-        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
-        torch.set_autocast_cache_enabled(False)
+        collects = gc.isenabled()
         gc.disable()  # what is collected meanwhile may free memory and events of other streams
         try:
-            with self.aside():
+            # weights that autocast keeps in bf16 outside of a graph are gone when it is replayed
+            with self.aside(), without_cached_casts():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     out = function()
                 finally:
                     graph.capture_end()
         finally:
-            torch.set_autocast_cache_enabled(cached)
             if collects:
                 gc.enable()
         return out, graph

@@ -61,7 +61,7 @@ class PackedBackbone(PaddingFree):
         backend: str,
         verdict: Verdict,
         buckets: ShapeBuckets = OFF,
-        begins: Callable[[nn.Module], None] = lambda backbone: None,
+        begins: Callable[[nn.Module, int], None] = lambda backbone, size: None,
     ) -> None:
         super().__init__(module, switch, report)
         self.book = book
@@ -230,7 +230,7 @@ class PackedBackbone(PaddingFree):
         if as_tuple:
             packed["return_dict"] = True  # a tuple does not say what is missing from it
         if torch.is_grad_enabled():
-            self.begins(self.module)
+            self.begins(self.module, layout.size)
         with packed_attention(config), inside_packed_call():
             output = self.original(**packed)
         output = self._padded_again(output, layout, plain)

@@ -28,7 +28,9 @@ from lightning_liger.tuning import candidates, store
 from lightning_liger.tuning.decision import Decision, Plan
 
 _BACKEND: str | Callable[..., Any] = "inductor"
-_SHAPES = 4  # that are recorded; each holds the gradients of all blocks once
+_SHAPES = 3  # that are recorded; each holds the gradients of all blocks once, and perhaps activations
+_SEEN_BEFORE = 4  # batches of a shape before it is recorded, which takes as long as some steps
+_PATIENCE = 8  # batches of a size before code is made for it, where nobody asked for that: seconds for milliseconds
 _BATCHES = 3  # without a packed call, after which nobody waits for one any more
 
 
@@ -73,7 +75,9 @@ class BlockRuns:
         self._keep = keep
         self._stacks: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
         self._watch: Any = None
+        self._size: int | None = None
         self._tried = False
+        self._graphs = Graphs(_BACKEND, self.report.refuse, 0 if choice in (True, "cudagraphs") else _PATIENCE)
         if choice is False:
             self.settled = True
         elif choice is not True and choice != "cudagraphs":
@@ -117,9 +121,17 @@ class BlockRuns:
 
     # -- timing ------------------------------------------------------------------------------------------------------
 
-    def before_call(self, backbone: nn.Module) -> None:
-        """Called before each packed call of ``backbone`` with gradients."""
-        if self.settled or backbone not in self._stacks:
+    def before_call(self, backbone: nn.Module, size: int) -> None:
+        """Called before each packed call of ``backbone`` with gradients, over ``size`` tokens."""
+        if backbone not in self._stacks:
+            return
+        if self._size is None:
+            self._size = size
+            self._graphs.admit(size)  # the one that is timed
+        self._graphs.meet(size)
+        if not self.driven:
+            self._graphs.settle()
+        if self.settled:
             return
         if self.decision is not None:
             # a Trainer's hooks engage it between two batches; elsewhere this is the moment
@@ -152,7 +164,7 @@ class BlockRuns:
             ops=tuple(sorted(self.tuned_ops)),
             compile=self.choice is not False,
             record="" if self.choice == "auto" and not problem else problem or "compile=False",
-            backend=_BACKEND,
+            graphs=self._graphs,
         )
         key = candidates.key(backbone, block, kwargs, options)
         if (known := store.load(key)) is not None:
@@ -165,6 +177,10 @@ class BlockRuns:
         decision = Decision(made.plan, made.costs, made.problems, time.perf_counter() - begin)
         store.save(key, decision)
         return decision
+
+    def between_batches(self) -> None:
+        """No backward is to come that would have to run what its forward ran."""
+        self._graphs.settle()
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -179,6 +195,7 @@ class BlockRuns:
 
     def _tell(self, decision: Decision) -> None:
         self.report.decided = decision.describe()
+        self.report.applied = self.report.found if decision.plan.compiled or decision.plan.recorded else 0
         for name, problem in decision.problems.items():
             self.report.refuse(f"{name}: {problem}")
 
@@ -200,17 +217,18 @@ class BlockRuns:
                 kernel.rest("" if kernel.op in plan.ops else "not used, because it is slower here")
         made: list[Rebound] = []
         if plan.compiled:
-            graphs = Graphs(_BACKEND, self.report.refuse)
-            made += compiled(blocks, backbone, self._switch, graphs)
+            made += compiled(blocks, backbone, self._switch, self._graphs)
             for binding in made:
                 self._keep(binding)
         if plan.recorded:
             problem = why_not_recorded(backbone, blocks)
             if problem:
                 self.report.refuse(f"CUDA graphs: not recorded: {problem}")
-            for binding in [] if problem else recorded(blocks, self._switch, _SHAPES, self.report.refuse):
-                self._keep(binding)
-        self.report.applied += len(blocks) if plan.compiled or plan.recorded else 0
+            else:
+                ready = self._graphs.takes if plan.compiled else lambda size: True
+                before = 2 if self.choice == "cudagraphs" else _SEEN_BEFORE
+                for binding in recorded(blocks, self._switch, _SHAPES, self.report.refuse, ready, before):
+                    self._keep(binding)
 
 
 class BlockTuning(TrainingHooks):
@@ -227,6 +245,7 @@ class BlockTuning(TrainingHooks):
     def begin_batch(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         runs = self._runs()
         runs.driven = True
+        runs.between_batches()
         if runs.settled:
             return
         decision = runs.decision

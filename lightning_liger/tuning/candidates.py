@@ -35,13 +35,13 @@ class Options:
         ops: kernels whose use is open.
         compile: whether compiled blocks are candidates.
         record: why recordings are none, or ``""``.
-        backend: of ``torch.compile``.
+        graphs: what is compiled for the timing, and serves all blocks later.
     """
 
     ops: tuple[str, ...]
     compile: bool
     record: str
-    backend: str | Callable[..., Any]
+    graphs: Graphs
 
 
 def without_timing(ops: set[str], backbone: nn.Module) -> Plan:
@@ -116,7 +116,7 @@ def decide(
             ways[Plan(ops, False, True)] = (use(ops), _recorded(block, forward))
     if options.compile and not hooked:
         refused: list[str] = []
-        graphs = Graphs(options.backend, refused.append)
+        graphs = options.graphs.on_trial(refused.append)
         attention = [m for m in attention_layers(backbone) if m in set(block.modules())]
         on_code = CompiledBlock(block, Switch(True), graphs, attention)
         run = _checked(on_code.call, refused)
@@ -149,6 +149,7 @@ def decide(
 def _recorded(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     refused: list[str] = []
     stack = RecordedStack([block], 1, refused.append)
+    stack.seen_before = 2
     binding = RecordedBlock(block, Switch(True), stack)
     binding.previous = run
     return _checked(binding.call, refused)

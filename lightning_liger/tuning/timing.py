@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_liger.compilation.recorder import without_cached_casts
 from lightning_liger.tuning.decision import Cost
 
 Run = Callable[..., Any]
@@ -163,13 +164,11 @@ def untouched(block: nn.Module, device: torch.device) -> Iterator[None]:
     checkpointed = vars(block).get("gradient_checkpointing")
     if checkpointed:
         vars(block)["gradient_checkpointing"] = False
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), without_cached_casts():
             yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
         if checkpointed:
             vars(block)["gradient_checkpointing"] = checkpointed
         for pack, unpack in reversed(hooks):

@@ -43,6 +43,9 @@ class EmulatedRecorder(Recorder):
         super().__init__()
         self.recorded = 0
 
+    def has_room(self, share: float = 0.25) -> bool:
+        return True
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         yield

@@ -101,6 +101,7 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is_and_says_why() -> None:
 def _record(model: Any, accelerated: Accelerated, said: list[str]) -> RecordedStack:
     blocks = stack_of(model.base_model)
     stack = RecordedStack(blocks, 2, said.append, EmulatedRecorder())
+    stack.seen_before = 2
     for block in blocks:
         accelerated._keep(RecordedBlock(block, accelerated._switch, stack))
     return stack
