@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_liger.compilation.inner_hooks import inner_hooks
 from lightning_liger.compilation.recorder import Recorder, without_cached_casts
+from lightning_liger.compilation.replay import Recording, Replay, Slot, gradients
 from lightning_liger.padding.attention import PackedCall, packed_call_of
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
@@ -39,111 +39,6 @@ class CannotRecord(Exception):
     """Why a stack is not recorded."""
 
 
-class _Slot:
-    """A tensor at a fixed place, which several blocks of a stack read."""
-
-    def __init__(self, source: Tensor) -> None:
-        self.tensor = source.detach().clone()
-        self.source: tuple[Tensor, int] = (source, source._version)
-        self.filled_in = -1
-
-    def fill(self, source: Tensor, number: int) -> bool:
-        """Copy ``source`` here, in pass ``number``; False if another tensor was put here in the same pass."""
-        known, version = self.source
-        if known is source and version == source._version:
-            self.filled_in = number
-            return True
-        if self.filled_in == number:
-            return False
-        self.tensor.copy_(source)
-        self.source, self.filled_in = (source, source._version), number
-        return True
-
-
-class _Pass:
-    """One forward through a recorded block, until its backward is done or nobody can ask for it any more."""
-
-    done = False
-
-
-@dataclass
-class _Recording:
-    """Forward and backward of one block at fixed places.
-
-    Attributes:
-        inputs: where the differentiable inputs are, by their number among the leaves of the call.
-        slots: where the others are.
-        outputs: what the forward gives, its tensors only.
-        again: the block itself on these inputs, as long as its backward is not recorded.
-    """
-
-    inputs: dict[int, Tensor]
-    slots: dict[int, _Slot]
-    parameters: list[nn.Parameter]
-    places: list[int]
-    forward: Any
-    outputs: list[Tensor]
-    rebuild: Callable[[Sequence[Tensor]], Any]
-    alive: list[Tensor]
-    again: Callable[[], Any] | None
-    backward: Any = None
-    grad_outputs: list[Tensor] = field(default_factory=list)
-    grad_inputs: list[Tensor | None] = field(default_factory=list)
-
-
-def _gradients(made: _Recording) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(made.outputs, made.alive, made.grad_outputs, allow_unused=True)
-
-
-class _Replay(torch.autograd.Function):
-    """Inputs are at their places already; tensors are passed to say what the gradients are for."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: _Recording, block: RecordedBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if recording.backward is None:
-            ctx.random = torch.get_rng_state(), recording.alive[0].device, _device_state(recording.alive[0].device)
-        recording.forward.replay()
-        ctx.recording, ctx.block, ctx.latest = recording, block, _Pass()
-        block.latest = weakref.ref(ctx.latest)
-        # not detach(): whoever writes into an output must not make the recording's own tensors look changed
-        return tuple(t.data for t in recording.outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        recording = ctx.recording
-        if ctx.block.latest() is not ctx.latest:
-            raise RuntimeError(
-                "A block that is replayed as a CUDA graph ran again before this backward, and has forgotten its "
-                "activations. Set compile=True instead of compile='cudagraphs'."
-            )
-        if recording.backward is None:
-            ctx.latest.done = True
-            return (None, None, *_computed_again(recording, grads, ctx.random))
-        for place, grad in zip(recording.grad_outputs, grads, strict=True):
-            if place.data_ptr() != grad.data_ptr() or place.stride() != grad.stride():
-                place.copy_(grad)
-        recording.backward.replay()
-        ctx.latest.done = True
-        return (None, None, *(None if g is None else g.detach() for g in recording.grad_inputs))
-
-
-def _device_state(device: torch.device) -> Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _computed_again(recording: _Recording, grads: Sequence[Tensor], random: Any) -> tuple[Tensor | None, ...]:
-    """The gradients where recording ended before this backward: from the block itself, with the same random numbers."""
-    state, device, device_state = random
-    assert recording.again is not None
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        torch.set_rng_state(state)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state, device)
-        out = [t for t in tree_flatten(recording.again())[0] if isinstance(t, Tensor)]
-        return torch.autograd.grad(out, recording.alive, grads, allow_unused=True)
-
-
 class _Shape:
     """All recordings of one stack for one kind of call."""
 
@@ -151,10 +46,11 @@ class _Shape:
         self.stack = stack
         self.calls = 0
         self.number = 0
-        self.made: list[_Recording] = []
+        self.made: list[Recording] = []
         self.complete = False
         self.crowded = False
-        self._slots: dict[int, _Slot] = {}
+        self.waits = False
+        self._slots: dict[int, Slot] = {}
 
     def run(self, index: int, block: RecordedBlock, args: Any, kwargs: Any) -> Any:
         if index == 0:
@@ -165,7 +61,10 @@ class _Shape:
         if index == 0 and not self.made and not self.crowded and not self.stack.recorder.has_room(_FREE):
             self.crowded = True
             self.stack.refuse(f"CUDA graphs: a shape was not recorded: {_FREE:.0%} of the device's memory are not free")
-        if self.crowded:
+        if index == 0:
+            # recordings of all shapes share their memory: a backward that is still to come needs what is in it
+            self.waits = not self.complete and block.in_flight
+        if self.crowded or self.waits:
             return block.original(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if not self.complete:
@@ -176,7 +75,7 @@ class _Shape:
                 self._record_backwards()
         return self._replay(self.made[index], block, leaves, spec)
 
-    def _replay(self, made: _Recording, block: RecordedBlock, leaves: list[Any], spec: Any) -> Any:
+    def _replay(self, made: Recording, block: RecordedBlock, leaves: list[Any], spec: Any) -> Any:
         fits = not block.in_flight and made.places == [p.data_ptr() for p in made.parameters]
         if self.complete and not (fits and all(s.fill(leaves[i], self.number) for i, s in made.slots.items())):
             args, kwargs = tree_unflatten(leaves, spec)
@@ -184,11 +83,11 @@ class _Shape:
         for i, place in made.inputs.items():
             if place.data_ptr() != leaves[i].data_ptr() or place.stride() != leaves[i].stride():
                 place.data.copy_(leaves[i].data)
-        return made.rebuild(_Replay.apply(made, block, *(leaves[i] for i in made.inputs), *made.parameters))
+        return made.rebuild(Replay.apply(made, block, *(leaves[i] for i in made.inputs), *made.parameters))
 
-    def _record(self, block: RecordedBlock, leaves: list[Any], spec: Any) -> _Recording:
+    def _record(self, block: RecordedBlock, leaves: list[Any], spec: Any) -> Recording:
         inputs: dict[int, Tensor] = {}
-        slots: dict[int, _Slot] = {}
+        slots: dict[int, Slot] = {}
         earlier = {t.data_ptr(): t for made in self.made[-1:] for t in made.outputs}
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -199,7 +98,7 @@ class _Shape:
                 place = place.data if same and place is not None else leaf.detach().clone()
                 inputs[i] = place.requires_grad_()
             else:
-                slots[i] = self._slots.setdefault(id(leaf), _Slot(leaf))
+                slots[i] = self._slots.setdefault(id(leaf), Slot(leaf))
                 slots[i].filled_in = self.number
         fixed = [inputs[i] if i in inputs else slots[i].tensor if i in slots else leaf for i, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(fixed, spec)
@@ -226,7 +125,7 @@ class _Shape:
         outputs = [flat[i] for i in numbers]
         places = [p.data_ptr() for p in parameters]
         again = partial(block.original, *args, **kwargs)
-        return _Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted, again)
+        return Recording(inputs, slots, parameters, places, graph, outputs, rebuild, wanted, again)
 
     def _warm_up(self, block: RecordedBlock, args: Any, kwargs: Any, wanted: list[Tensor]) -> None:
         with self.stack.recorder.aside(), without_cached_casts():
@@ -239,7 +138,7 @@ class _Shape:
         for made in reversed(self.made):
             # where the next block's gradient for this output is, if it read it where it was written
             made.grad_outputs = [after.get(t.data_ptr(), torch.empty_like(t).detach()) for t in made.outputs]
-            grads, made.backward = self.stack.recorder.record(partial(_gradients, made))
+            grads, made.backward = self.stack.recorder.record(partial(gradients, made))
             made.grad_inputs = list(grads)
             made.outputs = [t.detach() for t in made.outputs]
             made.again = None

@@ -167,3 +167,27 @@ def test_a_recording_that_ends_half_way_leaves_right_gradients() -> None:
     stack.recorder = FailsAtThird()
     _assert_equal(_train(model, 5), plain)
     assert said == ["CUDA graphs: not recorded: of a test"]
+
+
+def test_nothing_is_recorded_over_the_activations_of_another_shape() -> None:
+    def train(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(9):
+            # from the fourth step on a second shape runs between forward and backward of the first
+            shapes = [(4, 0)] if step < 4 else [(4, 0), (9, 17)]
+            loss = sum(model(**collate(documents(rows, seed=step + seed))).loss for rows, seed in shapes)
+            loss.backward()  # type: ignore[union-attr]
+            losses.append(float(loss.detach()))  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    plain = train(causal_lm())
+    model, said = causal_lm(), []  # type: ignore[var-annotated]
+    accelerated = _accelerated(model)
+    _compile(model, accelerated, said)
+    stack = _record(model, accelerated, said)
+    assert train(model) == pytest.approx(plain, rel=1e-5)
+    first, second = stack._shapes.values()
+    assert (len(first.made), len(second.made)) == (2, 0)
