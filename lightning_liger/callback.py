@@ -208,7 +208,8 @@ class LigerCallback(_Base):
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(BlockTuning(lambda: self._handle().runs))
-        self._hooks.append(Meter(self.report, self.settings.head, self._wrapped.wrap, self._say))
+        could_compile = self.settings.padding_free and self.settings.compile is False
+        self._hooks.append(Meter(self.report, self.settings.head, could_compile, self._wrapped.wrap, self._say))
         self._hooks += proofs(self.settings, self._handle, self._wrapped.wrap, self._say)
         self._first_batch = True
         for hooks in self._hooks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lightning_liger.meter.window import Sums
 
@@ -11,12 +11,15 @@ _ENOUGH = 20
 _IDLE, _WAIT, _UNEVEN = 0.5, 0.1, 0.15
 
 
-def advice(window: Sums, *, imbalance: float, budget: int, compiled: bool, on_gpu: bool) -> Iterator[str]:
+def advice(
+    window: Sums, *, imbalance: float, budget: int, could_compile: Callable[[], bool], on_gpu: bool
+) -> Iterator[str]:
     """Sentences, each with the numbers that it follows from; none for a training that is bound by its device.
 
     Args:
         window: of this rank. imbalance: of all ranks.
-        budget: ``max_tokens_per_batch``; 0 without one. compiled: some layers are.
+        budget: ``max_tokens_per_batch``; 0 without one.
+        could_compile: layers could be compiled, and the user has not let them. Looks at all modules.
         on_gpu: steps were timed on a device that runs beside the host.
     """
     if window.timed < _ENOUGH:
@@ -25,7 +28,7 @@ def advice(window: Sums, *, imbalance: float, budget: int, compiled: bool, on_gp
     tokens = window.tokens / window.batches if window.batches else 0.0
     if on_gpu and window.launches > _IDLE * window.timed:
         ways = [f"more tokens per batch (max_tokens_per_batch={_more(tokens, budget):,})"] if tokens else []
-        ways += [] if compiled else ["compiled layers"]
+        ways += ["compiled layers (compile='auto')"] if could_compile() else []
         yield (
             f"the GPU waits for Python: in {window.launches:.0f} of {window.timed:.0f} steps it was done with backward "
             f"as soon as the last kernel was launched ({1000 * seconds / window.timed:.0f} ms per step for "

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from lightning_liger.calls import BackboneCall
+from lightning_liger.calls import BackboneCall, HeadCall
 from lightning_liger.meter.flops import Flops
-from lightning_liger.meter.operations import Operations, tokens_of
+from lightning_liger.meter.operations import Operations
 from lightning_liger.meter.peaks import ceiling
+from lightning_liger.meter.tally import Tally
 from lightning_liger.meter.window import Sums
 from lightning_liger.report import Report
 
@@ -30,7 +31,7 @@ class Counting:
         self._operations: Operations | None = None
         self._batches = 0
         self._watching = False
-        self._earlier: list[BackboneCall] = []
+        self._steps: list[tuple[list[BackboneCall], list[HeadCall]]] = []
         self._flops = Flops()
         self._dtype = torch.float32
         self.forget()
@@ -40,9 +41,10 @@ class Counting:
         self._read_model(module)
         self.forget()
 
-    def begin_epoch(self, module: Any) -> None:
+    def begin_epoch(self, module: Any, window: Sums) -> None:
         """Other parameters may train from here on."""
         if self._operations is not None and self._operations.is_stale(module):
+            self.add_to(window)
             self._read_model(module)
             self._batches = 0
 
@@ -51,37 +53,42 @@ class Counting:
 
     def forget(self) -> None:
         """Drop what was written down until now, and have more written down."""
-        self._earlier = []
-        self._report.padding.log.take()
-        self._report.head.log.take()
+        self._take()
+        self._steps = []
 
     def begin_batch(self) -> None:
-        if self._operations is not None and self._batches == _WATCHED_BATCH:
+        if self._batches == _WATCHED_BATCH and self._operations is not None:
             self._watching = True
-            self._earlier = self._report.padding.log.take()
             self._operations.begin_observing()
 
-    def end_batch(self, window: Sums) -> None:
+    def end_batch(self) -> None:
+        """Set aside what was written down; it is added up when somebody asks."""
         self._batches += 1
-        # what the first batch costs is only known once another one was watched
-        if self._watching or self._batches > _WATCHED_BATCH:
-            self.add_to(window)
-
-    def add_to(self, window: Sums) -> None:
-        """Add what was written down since the last time."""
-        calls, heads = self._report.padding.log.take(), self._report.head.log.take()
+        calls = self._take()
         if self._watching and self._operations is not None:
             self._watching = False
             self._operations.end_observing(calls)
             if self._operations.structures:  # without tokens nothing is missed
                 for reason in self._operations.unknown:
                     self._report.note(f"Utilisation (MFU) is not shown: {reason}")
-        calls, self._earlier = [*self._earlier, *calls], []
-        tokens, positions, samples = tokens_of(calls)
-        flops = Flops() if self._operations is None else self._operations.of(calls, heads)
-        window.tokens += tokens
-        window.positions += positions
-        window.samples += samples
+
+    def _take(self) -> list[BackboneCall]:
+        calls, heads = self._report.padding.log.take(), self._report.head.log.take()
+        if calls or heads:
+            self._steps.append((calls, heads))
+        return calls
+
+    def add_to(self, window: Sums) -> None:
+        """Add what was written down since the last time."""
+        self._take()
+        tally = Tally()
+        for calls, heads in self._steps:
+            tally.add(calls, heads)
+        self._steps = []
+        flops = Flops() if self._operations is None else self._operations.of_tally(tally)
+        window.tokens += tally.tokens
+        window.positions += tally.positions
+        window.samples += tally.samples
         window.model += flops.model
         window.hardware += flops.hardware
         self._flops += flops

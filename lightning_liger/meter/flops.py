@@ -215,7 +215,8 @@ class ModelCost:
         tokens, positions = call.tokens, call.positions
         hardware = (forward + backward + again) * positions
         pairs_forward = pairs_backward = 0.0
-        lengths, executed = _counted(call.lengths), _counted(call.executed)
+        lengths = _counted(call.lengths)
+        executed = [] if call.executed == call.lengths else _counted(call.executed)
         for reach, cost in self._pairs.items():
             real = sum(n * reach.pairs(length) for length, n in lengths)
             ran = sum(n * reach.pairs(length) for length, n in executed) if executed else real

@@ -13,8 +13,10 @@ from lightning_liger.data.ranks import data_parallel
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.advice import advice
 from lightning_liger.meter.counting import Counting
+from lightning_liger.meter.losses import Losses
 from lightning_liger.meter.memory import peak_memory_gb, reserved_memory_gb
 from lightning_liger.meter.phases import Stopwatch
+from lightning_liger.meter.publishing import Publishing
 from lightning_liger.meter.smoothness import Smoothness
 from lightning_liger.meter.utilisation import Utilisation
 from lightning_liger.meter.window import PREFIX, Ranks, Sums, gathered, over_ranks, rates
@@ -34,6 +36,7 @@ class Meter(TrainingHooks):
     Args:
         report: whose logs are read, and which is told the metrics.
         head: path of the head, where the user has named one.
+        could_compile: layers could be compiled, and the user has not let them.
         wrap: replaces an attribute of an object until the end of the training.
         say: tells the user something.
     """
@@ -42,16 +45,20 @@ class Meter(TrainingHooks):
         self,
         report: Report,
         head: str | None = None,
+        could_compile: bool = False,
         wrap: Callable[[Any, str, Any], None] = setattr,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._report = report
+        self._could_compile = could_compile
         self._wrap = wrap
         self._say = say
         self._logged = self._advised = False
         self._counting = Counting(report, head)
         self._smoothness = Smoothness()
         self._stopwatch: Stopwatch | None = None
+        self._losses: Losses | None = None
+        self._publishing: Publishing | None = None
         self._utilisation: Utilisation | None = None
         self._whole = Sums()
         self._last_window: Sums = Sums()
@@ -69,7 +76,8 @@ class Meter(TrainingHooks):
     def begin_training(self, trainer: Any, module: Any) -> None:
         self._counting.begin(trainer, module)
         device = trainer.strategy.root_device
-        self._stopwatch, self._utilisation = Stopwatch(device), Utilisation(device)
+        self._stopwatch, self._losses, self._utilisation = Stopwatch(device), Losses(device), Utilisation(device)
+        self._publishing = None if trainer.barebones else Publishing(trainer, self._wrap)
         self._utilisation.sample()  # the first one loads the driver's library
         self._utilisation.take()
         self._stopwatch.start()
@@ -84,7 +92,7 @@ class Meter(TrainingHooks):
             self._stopwatch.begin()
             self._stopwatch.follow(trainer.fit_loop, self._wrap)
         if index == 0:  # callbacks that thaw layers have been called for this epoch
-            self._counting.begin_epoch(module)
+            self._counting.begin_epoch(module, self._window)
         self._counting.begin_batch()
 
     def before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
@@ -102,35 +110,39 @@ class Meter(TrainingHooks):
     def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if self._stopwatch is not None:
             self._stopwatch.end(_loss_of(outputs))
-            if self._stopwatch.waiting >= _HARVEST:
-                self._harvest(self._stopwatch)
         if self._utilisation is not None:
             self._utilisation.sample()
+        self._counting.end_batch()
+        loop = trainer.fit_loop.epoch_loop
+        stepped = not loop._should_accumulate()
         self._window.batches += 1
-        self._window.steps += not trainer.fit_loop.epoch_loop._should_accumulate()
-        self._counting.end_batch(self._window)
-        if _loggers_listen(trainer):
-            metrics = self.read(module.device, trainer.strategy)
-            self._log(trainer, module, metrics)
+        self._window.steps += stepped
+        # What is logged in any other batch is dropped. Batches that stepped are counted over epochs, so that an epoch
+        # shorter than log_every_n_steps is no reason for silence.
+        every = trainer.log_every_n_steps
+        if stepped and every > 0 and (loop._batches_that_stepped + 1) % every == 0:
+            self._publish(self.read(module.device, trainer.strategy))
             self._advise(module)
+        elif self._window.batches % _HARVEST == 0:
+            self._harvest()
 
-    def _harvest(self, stopwatch: Stopwatch) -> None:
-        """Add the times and losses of the steps that the device has run by now."""
-        steps = stopwatch.done()
+    def _harvest(self) -> None:
+        """Add what was counted, and times and losses of the steps that the device has run by now."""
+        self._counting.add_to(self._window)
+        if self._stopwatch is None or self._losses is None:
+            return
+        steps = self._stopwatch.done()
         for step in steps:
             self._window.add(step)
+        self._losses.send([step.loss for step in steps if step.loss is not None])
         before = self._smoothness.spikes
-        self._smoothness.add(stopwatch.losses(steps))
+        self._smoothness.add(self._losses.arrived())
         self._window.spikes += self._smoothness.spikes - before
 
-    def _log(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def _publish(self, metrics: dict[str, float]) -> None:
         self._logged = True
-        if trainer.barebones:
-            return  # it logs nothing, and says so at every call
-        for name, value in metrics.items():
-            # on the CPU: a number made on the device would wait for it
-            bar = name in IN_PROGRESS_BAR
-            module.log(name, torch.tensor(value), prog_bar=bar, on_step=True, on_epoch=False, batch_size=1)
+        if self._publishing is not None:
+            self._publishing.publish(metrics, IN_PROGRESS_BAR)
 
     def end_training(self, trainer: Any, module: Any) -> None:
         metrics = self.overall(module.device, trainer.strategy)
@@ -166,7 +178,10 @@ class Meter(TrainingHooks):
     def overall(self, device: torch.device, strategy: Any) -> dict[str, float]:
         """The metrics of all windows together, the one that ends now included. A collective."""
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # once per training: steps that are only queued have not been done
+            # once per training: steps that are only queued have not been done, and their losses not been copied
+            torch.cuda.synchronize(device)
+            self._harvest()
+            torch.cuda.synchronize(device)
         self._end_window()
         metrics = self._metrics(self._whole, device, strategy)
         of_ranks = {
@@ -179,9 +194,7 @@ class Meter(TrainingHooks):
         return metrics
 
     def _end_window(self) -> Sums:
-        if self._stopwatch is not None:
-            self._harvest(self._stopwatch)
-        self._counting.add_to(self._window)
+        self._harvest()
         self._window.seconds = time.perf_counter() - self._started
         ended = self._window
         if ended.positions:
@@ -230,7 +243,7 @@ class Meter(TrainingHooks):
             self._last_window,
             imbalance=self._last_ranks.imbalance,
             budget=self._report.batching.budget,
-            compiled=bool(inside_compiled(module)),
+            could_compile=lambda: self._could_compile and not inside_compiled(module),
             on_gpu=module.device.type == "cuda",
         )
         for text in found:
@@ -243,14 +256,3 @@ def _loss_of(outputs: Any) -> Tensor | None:
     """What ``training_step`` returned, if that is a scalar in memory of its own."""
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     return loss if type(loss) is Tensor and loss.numel() == 1 else None
-
-
-def _loggers_listen(trainer: Any) -> bool:
-    """Whether Lightning hands this batch's metrics to the loggers: the last micro-batch of every n-th step.
-
-    What is logged in any other batch is dropped. Batches that stepped are counted over epochs, so that an epoch
-    shorter than ``log_every_n_steps`` is no reason for silence.
-    """
-    every = trainer.log_every_n_steps
-    loop = trainer.fit_loop.epoch_loop
-    return every > 0 and (loop._batches_that_stepped + 1) % every == 0 and not loop._should_accumulate()

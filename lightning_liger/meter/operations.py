@@ -12,6 +12,7 @@ from lightning_liger.head.finding import find_heads
 from lightning_liger.meter.flops import Call, Flops, ModelCost, Product, head_flops
 from lightning_liger.meter.observing import Observation
 from lightning_liger.meter.structure import NEGLIGIBLE, Structure, read_structure
+from lightning_liger.meter.tally import Tally, lengths_of
 from lightning_liger.padding.backbones import find_backbones
 from lightning_liger.padding.plain_decoder.finding import find_decoders
 
@@ -90,67 +91,42 @@ class Operations:
         """``calls``: those of the step that was watched."""
         self.stop_observing()
         for observation in self._observations:
-            positions = sum(_call(c).positions for c in calls if c.model is observation.model)
+            positions = sum(sum(lengths_of(c)[1]) for c in calls if c.model is observation.model)
             if positions:
                 self.structures[observation.model] = observation.learnt(positions)
             self.dtype = observation.dtype or self.dtype
         # what stands behind a backbone sees its padded output
-        positions = sum(c.shape[0] * c.shape[1] for c in _of_training(calls))
-        if self._beside_seen is not None and positions:
-            self._outside = self._beside_seen.learnt(positions)
+        tally = Tally()
+        tally.add(calls, ())
+        if self._beside_seen is not None and tally.positions:
+            self._outside = self._beside_seen.learnt(tally.positions)
         self._observations, self._beside_seen, self._watched = [], None, True
         self._settle()
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def of(self, calls: Sequence[BackboneCall], heads: Sequence[HeadCall]) -> Flops:
-        """Operations of the calls, and of the heads that were used in the same steps."""
+        """Operations of one step: of the calls, and of the heads that were used in it."""
+        tally = Tally()
+        tally.add(calls, heads)
+        return self.of_tally(tally)
+
+    def of_tally(self, tally: Tally) -> Flops:
+        """Operations of all steps in it."""
         total = Flops()
-        ran = [(c.model, _call(c)) for c in calls]
-        for model, call in ran:
+        for (model, gradient), (lengths, executed) in tally.documents.items():
             cost = self._costs.get(model)
             if cost is not None:
-                total += cost.flops(call)
-        trained = [call for _, call in ran if call.gradient] or [call for _, call in ran]
-        for call in trained:
-            total += self._beside.flops(call)
-        return total + self._of_heads(trained, heads)
-
-    def _of_heads(self, calls: list[Call], heads: Sequence[HeadCall]) -> Flops:
-        total = Flops()
-        tokens, positions = sum(c.tokens for c in calls), sum(c.positions for c in calls)
-        if not heads:
+                total += cost.flops(Call(tuple(lengths), tuple(executed), gradient))
+        for gradient, rows in tally.beside.items():
+            total += self._beside.flops(Call((rows.needed,), (rows.computed,), gradient))
+        for (inputs, outputs, weight_gradient, gradient), rows in tally.heads.items():
+            head = Product("head", inputs, outputs, 1.0, weight_gradient)
+            total += head_flops(head, rows.needed, rows.computed, gradient=gradient)
+        for gradient, rows in tally.headless.items():
             for head in self._head_costs:
-                total += head_flops(head, tokens, positions, gradient=any(c.gradient for c in calls))
-            return total
-        # what a metric reads besides is work, but not the model's
-        losses = any(h.loss for h in heads)
-        for use in heads:
-            head = Product("head", use.inputs, use.outputs, 1.0, use.weight_gradient)
-            needed = min(use.computed, tokens) if use.loss or not losses else 0
-            total += head_flops(head, needed, use.computed, gradient=use.gradient)
+                total += head_flops(head, rows.needed, rows.computed, gradient=gradient)
         return total
-
-
-def _call(call: BackboneCall) -> Call:
-    rows, length = call.shape
-    lengths = call.lengths if call.lengths is not None else (length,) * rows
-    executed = (length,) * rows if call.executed is None else call.executed
-    return Call(lengths, executed, call.gradient)
-
-
-def _of_training(calls: Sequence[BackboneCall]) -> list[BackboneCall]:
-    """Those that were differentiated, where any was: a teacher's tokens are the student's."""
-    return [c for c in calls if c.gradient] or list(calls)
-
-
-def tokens_of(calls: Sequence[BackboneCall]) -> tuple[int, int, int]:
-    """Real tokens, positions and samples of the batches: of the calls that were differentiated, where any was."""
-    chosen = _of_training(calls)
-    real = [_call(c) for c in chosen]
-    documents = [c.lengths for c in chosen]
-    samples = sum(c.shape[0] if d is None else max(len(d), c.shape[0]) for c, d in zip(chosen, documents, strict=True))
-    return sum(c.tokens for c in real), sum(c.shape[0] * c.shape[1] for c in chosen), samples
 
 
 def _trained(module: nn.Module) -> int:

@@ -48,7 +48,6 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events = device.type == "cuda"
-        self._beside = torch.cuda.Stream(device) if self._events else None
         self._free: list[Any] = []
         self._step = Step()
         self._marks: list[tuple[str, Any, float]] = []
@@ -126,13 +125,6 @@ class Stopwatch:
         """Steps that were launched and not given yet."""
         return len(self._running)
 
-    def losses(self, steps: list[Step]) -> list[float]:
-        """Of steps that are done: read beside the stream that computes, whose queue is not waited for."""
-        if self._events:
-            with torch.cuda.stream(self._beside):
-                return _read(steps)
-        return _read(steps)
-
     def done(self) -> list[Step]:
         """Steps that the device has run by now. Waits for nothing."""
         found = []
@@ -147,8 +139,3 @@ class Stopwatch:
             self._free += [event for _, event, _ in marks[:-1] if event is not None]
             found.append(step)
         return found
-
-
-def _read(steps: list[Step]) -> list[float]:
-    losses = [s.loss.detach().float().reshape(()) for s in steps if s.loss is not None]
-    return [float(v) for v in torch.stack(losses).tolist()] if losses else []

@@ -36,7 +36,8 @@ class Smoothness:
                 continue
             if len(self._window) >= _ENOUGH:
                 mean = self._origin + self._sum / len(self._window)
-                self.spikes += value - mean > _DEVIATIONS * max(self.deviation, 1e-9 * abs(mean))
+                above = value - mean
+                self.spikes += above > 0 and above > _DEVIATIONS * max(self.deviation, 1e-9 * abs(mean))
             self._keep(value)
 
     def _keep(self, value: float) -> None:

@@ -19,8 +19,7 @@ class Utilisation:
         self._samples: list[float] = []
 
     def sample(self) -> None:
-        now = time.perf_counter()
-        if self._off or now < self._next:
+        if self._off or (now := time.perf_counter()) < self._next:
             return
         self._next = now + _EVERY
         try:

@@ -145,12 +145,19 @@ def test_rates_are_sums_over_the_slowest_ranks_time() -> None:
     ],
 )
 def test_advice_has_the_numbers_that_it_follows_from(window: Sums, said: str | None) -> None:
-    found = list(advice(window, imbalance=0.0, budget=0, compiled=False, on_gpu=True))
+    found = list(advice(window, imbalance=0.0, budget=0, could_compile=lambda: False, on_gpu=True))
     assert len(found) == (said is not None)
     if said is not None:
         assert said in found[0]
-    uneven = list(advice(window, imbalance=0.5, budget=0, compiled=False, on_gpu=False))
+    uneven = list(advice(window, imbalance=0.5, budget=0, could_compile=lambda: False, on_gpu=False))
     assert any("keep_samples" in text for text in uneven) == (window.timed >= 20)
+
+
+@pytest.mark.parametrize("could", [False, True])
+def test_compilation_is_advised_where_the_user_turned_it_off(could: bool) -> None:
+    window = Sums(timed=50, backward=3.0, launches=48, batches=50, tokens=200_000)
+    (text,) = advice(window, imbalance=0.0, budget=0, could_compile=lambda: could, on_gpu=True)
+    assert ("compile='auto'" in text) == could
 
 
 def test_advice_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
