@@ -95,7 +95,8 @@ class EquivalenceProof(TrainingHooks):
         handle = self._accelerated()
         reason = why_not_compared(module, handle)
         if any_rank(bool(reason), trainer):
-            self._report.skipped = reason or "another rank cannot"
+            if not handle.report.nothing_to_accelerate:  # the report says that already
+                self._report.skipped = reason or "another rank cannot"
             return
         if module.device.type == "cuda":
             self._allocated = torch.cuda.memory_allocated(module.device)

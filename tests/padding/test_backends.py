@@ -390,7 +390,7 @@ def test_a_missing_package_is_an_error_before_training(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     model = causal()
     with pytest.raises(ValueError, match=r"attention='fa3'.*not installed.*build it from.*attention='auto'"):
-        accelerate(model, Settings(attention="fa3"))
+        accelerate(model, Settings(attention="fa3", kernels=False))
     registry._unavailable.cache_clear()
     assert "forward" not in vars(model.model)  # nothing was left bound
 
