@@ -27,7 +27,8 @@ def proof(run: Any) -> dict[str, Any]:
     return found
 
 
-def test_calls_are_counted_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_are_counted_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # a narrow terminal cuts the line in two
     run = fit(Plain(causal_lm("llama")), loader(), LigerCallback(verify="strict"))
     found = proof(run)
     assert (found["step"], found["how"], found["missing"], found["idle"]) == (1, "counted", [], [])
