@@ -26,7 +26,7 @@ def test_every_pin_is_a_public_version() -> None:
 
 
 def test_everything_the_commands_install_is_pinned() -> None:
-    not_for_the_commands = re.compile(r"extra == ['\"](deepspeed|fa4)['\"]")
+    not_for_the_commands = re.compile(r"extra == ['\"](deepspeed|fa4|nvml)['\"]")
     names = {
         canonical(re.split(r"[\[<>=!~; ]", requirement)[0])
         for requirement in requires("lightning-liger") or []
