@@ -169,21 +169,30 @@ class Comparison:
         return self.rows[0]
 
     def speedup(self, row: Row) -> float | None:
-        """Tokens per second over plain's; by steps where tokens cannot be counted and batches are the same."""
-        if not (row.measured and self.plain.measured):
-            return None
-        own, plain = row.tokens_per_second, self.plain.tokens_per_second
-        if own is not None and plain is not None:
-            return own / plain
-        return self.plain.step_seconds / row.step_seconds if row.variant.same_batches else None
+        """How many times as fast as plain, the median of the rounds; None where that cannot be compared."""
+        ratios = self._speedups(row)
+        return statistics.median(ratios) if ratios else None
 
     def speedup_of_turns(self, row: Row) -> tuple[float, float] | None:
         """The least and the greatest of all rounds: how much the machine's noise could have changed the ratio."""
-        if self.speedup(row) is None:
-            return None
+        ratios = self._speedups(row)
+        return (min(ratios), max(ratios)) if ratios else None
+
+    def _speedups(self, row: Row) -> list[float]:
+        """Of each round: the median of its steps, each against plain's with the same batch.
+
+        Steps hold different numbers of tokens, so that the median steps of two variants would be two batches. Where the
+        batches differ it is tokens per second against tokens per second.
+        """
         pairs = list(zip(self.plain.turns, row.turns, strict=False))
-        ratios = [statistics.median(fast.rates) / statistics.median(plain.rates) for plain, fast in pairs]
-        return min(ratios), max(ratios)
+        if row.variant.same_batches:
+            return [
+                statistics.median(slow / fast for slow, fast in zip(plain.seconds, own.seconds, strict=False))
+                for plain, own in pairs
+            ]
+        if any(turn.tokens is None for pair in pairs for turn in pair):
+            return []
+        return [statistics.median(own.rates) / statistics.median(plain.rates) for plain, own in pairs]
 
     def memory_ratio(self, row: Row) -> float | None:
         return row.peak_memory / self.plain.peak_memory if row.measured and self.plain.peak_memory else None

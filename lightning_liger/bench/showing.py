@@ -188,7 +188,12 @@ _COLUMNS = (
     ),
     _Column("tokens/step", "real tokens in one step, on average", _tokens_of_step),
     _Column("tokens/s", "real tokens trained per second in the median step; padding does not count", _tokens),
-    _Column("speed", "tokens/s over plain's; in brackets the slowest and the fastest round", _speedup),
+    _Column(
+        "speed",
+        "how many times as fast as plain: step against step with the same batch, or tokens/s against tokens/s where "
+        "batches differ; in brackets the slowest and the fastest round",
+        _speedup,
+    ),
     _Column(
         "MFU",
         "share of the device's peak arithmetic that goes into the model's own work on real tokens (50% is very good)",
