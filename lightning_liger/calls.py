@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -45,21 +45,29 @@ class HeadCall:
     gradient: bool
 
 
-class BackboneCalls(list[BackboneCall]):
+_Call = TypeVar("_Call")
+_Made = TypeVar("_Made", bound="_Calls[Any]")
+
+
+class _Calls(list[_Call], Generic[_Call]):
     """Calls since the last :meth:`take`; nothing is kept before the first one."""
 
     wanted = False
 
-    def take(self) -> list[BackboneCall]:
+    def take(self) -> list[_Call]:
         self.wanted = True
         taken = list(self)
         self.clear()
         return taken
 
-    def copy(self) -> BackboneCalls:
-        made = BackboneCalls(self)
+    def copy(self: _Made) -> _Made:
+        made = type(self)(self)
         made.wanted = self.wanted
         return made
+
+
+class BackboneCalls(_Calls[BackboneCall]):
+    """Calls of backbones."""
 
     def seen(self, shape: tuple[int, int], model: Any) -> None:
         if self.wanted and len(self) < _MOST:
@@ -72,21 +80,8 @@ class BackboneCalls(list[BackboneCall]):
             self[-1].executed = executed
 
 
-class HeadCalls(list[HeadCall]):
-    """Uses since the last :meth:`take`; nothing is kept before the first one."""
-
-    wanted = False
-
-    def take(self) -> list[HeadCall]:
-        self.wanted = True
-        taken = list(self)
-        self.clear()
-        return taken
-
-    def copy(self) -> HeadCalls:
-        made = HeadCalls(self)
-        made.wanted = self.wanted
-        return made
+class HeadCalls(_Calls[HeadCall]):
+    """Uses of heads."""
 
     def add(self, head: Any, computed: int, *, loss: bool) -> None:
         """``head`` holds the ``(V, H)`` weight."""

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.settings import Settings
+from lightning_liger.trees import is_deepspeed
 
 
 def fit_to_strategy(strategy: Any, settings: Settings) -> tuple[Settings, list[str]]:
@@ -24,11 +25,6 @@ def fit_to_strategy(strategy: Any, settings: Settings) -> tuple[Settings, list[s
     if reason is None or not settings.fused_head:
         return settings, []
     return dataclasses.replace(settings, fused_head=False, head=None), [f"Fused LM head + loss: off, because {reason}"]
-
-
-def is_deepspeed(strategy: Any) -> bool:
-    """Whether this is Lightning's ``DeepSpeedStrategy``, of either tree."""
-    return "DeepSpeedStrategy" in {k.__name__ for k in type(strategy).__mro__}
 
 
 def check_clipping(trainer: Any, module: Any) -> None:

@@ -19,7 +19,8 @@ from lightning_liger.data.ranks import data_parallel
 from lightning_liger.head.means import labels_of
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.report import Report
-from lightning_liger.zero_gradients import averaged_over, averages_ranks, cannot_scale, is_deepspeed, on_optimizer_step
+from lightning_liger.trees import is_deepspeed
+from lightning_liger.zero_gradients import averaged_over, averages_ranks, cannot_scale, on_optimizer_step
 
 # A power of two, so that it costs no rounding: gradients keep about their size until they are divided.
 _UNIT = 1024.0

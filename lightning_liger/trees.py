@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 
 def installed_trees() -> list[ModuleType]:
@@ -25,3 +26,8 @@ def installed_trees() -> list[ModuleType]:
 def callback_bases() -> tuple[type, ...]:
     """The ``Callback`` class of every installed tree."""
     return tuple(dict.fromkeys(tree.Callback for tree in installed_trees()))
+
+
+def is_deepspeed(strategy: Any) -> bool:
+    """Whether this is Lightning's ``DeepSpeedStrategy``, of either tree."""
+    return "DeepSpeedStrategy" in {k.__name__ for k in type(strategy).__mro__}

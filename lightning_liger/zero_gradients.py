@@ -9,10 +9,6 @@ from typing import Any
 import torch
 
 
-def is_deepspeed(strategy: Any) -> bool:
-    return "DeepSpeedStrategy" in {k.__name__ for k in type(strategy).__mro__}
-
-
 def cannot_scale(engine: Any) -> str:
     """Why the gradients of this engine cannot be multiplied, or ``""``."""
     if getattr(engine, "zenflow", False):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_liger.bench.job import Build, Job
 
-_SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -34,12 +34,39 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     "7b": {
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
@@ -79,7 +106,7 @@ def build(size: str) -> Job:
     """The job of one size of Qwen2.5."""
     module = _module_class()(size)
     loader = DataLoader(
-        RandomTokens(_SHAPES[size]["vocab_size"]),
+        RandomTokens(SHAPES[size]["vocab_size"]),
         batch_size=_BATCH_SIZE[size],
         shuffle=True,
         collate_fn=collate,
@@ -109,7 +136,7 @@ def _module_class() -> Any:
                 return
             from transformers import Qwen2Config, Qwen2ForCausalLM
 
-            config = Qwen2Config(**_SHAPES[self.size], max_position_embeddings=32768, use_cache=False)
+            config = Qwen2Config(**SHAPES[self.size], max_position_embeddings=32768, use_cache=False)
             # billions of random numbers take minutes on a CPU
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 self.model = Qwen2ForCausalLM(config)

@@ -27,6 +27,7 @@ from lightning_liger.bench.showing import show
 from lightning_liger.bench.variants import PLAIN, feature
 from lightning_liger.bench.work import Work, peak_flops
 from lightning_liger.data.randomness import random_numbers_untouched
+from lightning_liger.data.trial import why_not_tried
 from lightning_liger.data.untouched import module_untouched, nothing_logged
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.patching import Rebound
@@ -71,7 +72,7 @@ def attribute(handle: Accelerated, trainer: Any, module: Any, batch: Any, index:
         NotMeasured: this training cannot be measured from inside.
         ValueError: ``training_step`` writes parameters, which cannot be undone.
     """
-    if reason := _why_not(trainer, module):
+    if reason := why_not_tried(trainer):
         raise NotMeasured(reason)
     held = contents(whole_numbers(batch))
     steps = _Steps(handle, trainer, module, batch, index)
@@ -116,14 +117,6 @@ def _turn(seconds: float, loss: float, peak: int, held: Any, work: float | None)
         needs=0,
         free=0,
     )
-
-
-def _why_not(trainer: Any, module: Any) -> str:
-    if not module.automatic_optimization:
-        return "this module steps its optimizers by itself (automatic_optimization=False)"
-    if "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
-        return "DeepSpeed runs backward and step in one"
-    return ""
 
 
 class _Steps:

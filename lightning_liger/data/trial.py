@@ -16,6 +16,7 @@ from lightning_liger.data.planner import Ints, plan
 from lightning_liger.data.randomness import random_numbers_untouched
 from lightning_liger.data.untouched import module_untouched, nothing_logged
 from lightning_liger.head.pending import settle_pending
+from lightning_liger.trees import is_deepspeed
 
 # Of the memory that this process can have: the rest is for what libraries take beside PyTorch, later than the trials do.
 _OURS = 0.95
@@ -54,6 +55,15 @@ def memory_of(device: torch.device) -> CudaMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
+def why_not_tried(trainer: Any) -> str:
+    """Why steps cannot be run without stepping an optimizer, or ``""``."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "this module steps its optimizers by itself (automatic_optimization=False)"
+    if is_deepspeed(trainer.strategy):
+        return "DeepSpeed runs backward and steps in one"
+    return ""
+
+
 class Trials:
     """Runs forward and backward of batches, on every rank the same.
 
@@ -85,12 +95,7 @@ class Trials:
         memory = memory_of(trainer.strategy.root_device)
         if memory is None:
             return None
-        why = ""
-        if not trainer.lightning_module.automatic_optimization:
-            why = "this module steps its optimizers by itself (automatic_optimization=False)"
-        elif "DeepSpeedStrategy" in {k.__name__ for k in type(trainer.strategy).__mro__}:
-            why = "DeepSpeed runs backward and steps in one"
-        if why:
+        if why := why_not_tried(trainer):
             raise ValueError(
                 f"max_tokens_per_batch='auto' tries training steps without stepping, and {why}. Give a number of tokens, "
                 "such as 16384."

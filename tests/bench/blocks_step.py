@@ -20,32 +20,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from qwen_training import qwen, wait
 from torch import Tensor
 
 from lightning_liger import Settings, accelerate
 from lightning_liger.compilation.apply import compiled, recorded, stack_of
 from lightning_liger.compilation.block import Graphs
 
-SHAPES: dict[str, tuple[int, ...]] = {  # width, MLP, layers, heads, key/value heads, vocabulary
-    "tiny": (64, 128, 2, 4, 2, 512),
-    "0.5b": (896, 4864, 24, 14, 2, 151936),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936),
-    "3b": (2048, 11008, 36, 16, 2, 151936),
-    "7b": (3584, 18944, 28, 28, 4, 152064),
-}
 VARIANTS = ("native", "kernels", "compiled", "native+graphs", "kernels+graphs", "compiled+graphs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model(size: str) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    shape = dict(zip((*names, "vocab_size"), SHAPES[size], strict=True))
-    config = Qwen2Config(**shape, tie_word_embeddings=size in ("tiny", "0.5b", "1.5b", "3b"), use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    return qwen(size, DEVICE, torch.bfloat16)
 
 
 def batch(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
@@ -89,11 +76,6 @@ def variant(module: Any, name: str) -> Iterator[Any]:
         for binding in reversed(made):
             binding.unbind()
         accelerated.revert()
-
-
-def wait() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def run(module: Any, optimizer: Any, name: str, batches: list[Any], steps: int, warm: int, profile: bool) -> None:

@@ -1,6 +1,6 @@
 """Both proofs on the shapes of Qwen2.5-0.5B and 7B, with random weights, and what they cost.
 
-python tests/bench/proof.py [--models 0.5B 7B] [--rows 16] [--kernels auto]
+python tests/bench/proof.py [--models 0.5b 7b] [--rows 16] [--kernels auto]
 """
 
 from __future__ import annotations
@@ -13,70 +13,15 @@ from typing import Any
 
 import lightning as L
 import torch
+from qwen_training import SHAPES, Clock, Finetune
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_liger import LigerCallback
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 997,
-    },
-}
 
-
-class Module(L.LightningModule):
-    def __init__(self, shape: str, device: torch.device) -> None:
-        super().__init__()
-        from transformers import AutoModelForCausalLM, Qwen2Config
-
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with device:
-                self.model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[shape])).train()
-        finally:
-            torch.set_default_dtype(before)
-        self.seconds: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._wait()
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._wait()
-        self.seconds.append(time.perf_counter() - self._began)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+class Module(Finetune):
+    """Trained by what keeps no state: the proofs' memory is what is asked for."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 1e-4)
@@ -94,12 +39,12 @@ def collate(lengths: list[int]) -> dict[str, Tensor]:
 def run(shape: str, rows: int, kernels: Any) -> None:
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
-    module = Module(shape, torch.device("cuda" if on_gpu else "cpu"))
+    module, clock = Module(shape, "cuda" if on_gpu else "cpu", torch.bfloat16), Clock()
     lengths = (60 + 400 * torch.rand(rows * 6) ** 2).int().tolist()
     callback = LigerCallback(kernels=kernels)
     began = time.perf_counter()
     trainer = L.Trainer(
-        callbacks=[callback],
+        callbacks=[callback, clock],
         accelerator="gpu" if on_gpu else "cpu",
         devices=1,
         precision="bf16-true",
@@ -111,7 +56,7 @@ def run(shape: str, rows: int, kernels: Any) -> None:
     )
     trainer.fit(module, DataLoader(lengths, batch_size=rows, collate_fn=collate))  # type: ignore[arg-type]
     proof = callback.report.to_dict()["proof"]
-    steps = " ".join(f"{s * 1e3:.0f}" for s in module.seconds)
+    steps = " ".join(f"{s * 1e3:.0f}" for s in clock.seconds)
     print(f"\n{shape}: {time.perf_counter() - began:.1f} s in all; ms of each step, waiting for the device: {steps}")
     print(f"equivalence: {proof['equivalence']['seconds']:.2f} s; kernel proof: step 3 against step 6")
     if on_gpu:
@@ -121,7 +66,7 @@ def run(shape: str, rows: int, kernels: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.5B", "7B"], choices=SHAPES)
+    parser.add_argument("--models", nargs="+", default=["0.5b", "7b"], choices=SHAPES)
     parser.add_argument("--rows", type=int, default=16, help="sequences per batch")
     parser.add_argument("--kernels", choices=["auto", "on"], default="on")
     given = parser.parse_args()

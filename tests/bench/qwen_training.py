@@ -10,20 +10,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_liger.bench.gsm8k import SHAPES
+
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-_HEAD_152 = {"vocab_size": 152064, "tie_word_embeddings": False}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
-    | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936}
-    | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, **_HEAD_152}
-    | {"num_attention_heads": 28, "num_key_value_heads": 4},
-    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, **_HEAD_152}
-    | {"num_attention_heads": 40, "num_key_value_heads": 8},
-}
 
 
 def qwen(size: str, device: torch.device | str, dtype: torch.dtype | None = None, **changes: Any) -> Any:

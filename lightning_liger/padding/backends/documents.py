@@ -12,17 +12,23 @@ from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.layout import Layout
 
 
+def in_reach(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """``(L, L)`` bool: which keys of a document the queries attend to."""
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i[None, :]
+    allowed = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        # as flash attention counts it: a window of w reaches w - 1 tokens, on either side where it is not causal
+        allowed &= distance.abs() < window
+    return allowed
+
+
 def document_mask(features: Features, length: int, like: Tensor, additive: bool) -> Tensor | None:
     """``(1, 1, L, L)`` mask for one document, or None where ``is_causal`` says it all."""
     window = features.window if features.window is not None and features.window < length else None
     if not additive and window is None:
         return None
-    i = torch.arange(length, device=like.device)
-    distance = i[:, None] - i[None, :]
-    allowed = distance >= 0 if features.causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        # as flash attention counts it: a window of w reaches w - 1 tokens, on either side where it is not causal
-        allowed &= distance.abs() < window
+    allowed = in_reach(length, features.causal, window, like.device)
     if not additive:
         return allowed[None, None]
     zero = torch.zeros((), dtype=like.dtype, device=like.device)

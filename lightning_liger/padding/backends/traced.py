@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.padding.backends.documents import by_torch, plain
+from lightning_liger.padding.backends.documents import by_torch, in_reach, plain
 from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import BACKENDS, Backend
 
@@ -93,13 +93,10 @@ def traced_attention(
         window = None
     if call.backend == "sdpa":
         return torch.ops.lightning_liger.each_document(query, key, value, call.cu_seqlens, causal, window, scale)
-    features = Features(
-        query.device.type,
-        query.dtype,
-        query.shape[-1],
-        value.shape[-1],
-        query.shape[1],
-        key.shape[1],
+    features = _features(
+        query,
+        key,
+        value,
         causal=causal,
         window=window,
         softcap=softcap or None,
@@ -110,6 +107,12 @@ def traced_attention(
     run = _RUNS[call.backend]
     assert run is not None
     return run(query, key, value, Boundaries(call.cu_seqlens, call.longest), features, arguments.get("s_aux"))  # type: ignore[arg-type]
+
+
+def _features(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Features:
+    """Of ``(1, heads, T, size)`` tensors; unlike :meth:`Features.of` a compiler can trace it."""
+    sizes = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
+    return Features(query.device.type, query.dtype, *sizes, **asked)
 
 
 # -- attention of torch, document by document ----------------------------------------------------------------------------
@@ -127,17 +130,7 @@ class _Documents:
 def _each_document(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, window: int | None, scale: float | None
 ) -> Tensor:
-    features = Features(
-        q.device.type,
-        q.dtype,
-        q.shape[-1],
-        v.shape[-1],
-        q.shape[1],
-        k.shape[1],
-        causal=causal,
-        window=window,
-        scale=scale,
-    )
+    features = _features(q, k, v, causal=causal, window=window, scale=scale)
     documents = _Documents(tuple(int(n) for n in cu_seqlens.diff().tolist()))
     return by_torch(q, k, v, documents, features)  # type: ignore[arg-type]
 
@@ -174,11 +167,7 @@ def each_document_backward(
         query, gradient = q[0, :, part].float(), grad[part].transpose(0, 1).float()
         key, value = (t[0, :, part].repeat_interleave(groups, 0).float() for t in (k, v))
         scores = query @ key.mT * factor
-        token = torch.arange(scores.shape[-1], device=q.device)
-        distance = token[:, None] - token
-        hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-        if window is not None:
-            hidden = hidden | (distance.abs() >= window)
+        hidden = ~in_reach(scores.shape[-1], causal, window, q.device)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         d_weights = gradient @ value.mT
         d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True)) * factor
