@@ -167,6 +167,7 @@ class LigerCallback(_Base):
 
         def setup(trainer: Any) -> None:
             self._apply(trainer, pl_module)
+            self._handle().runs.waits = stage == "fit"
             strategy_setup(trainer)
 
         def to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ def attribute(handle: Accelerated, trainer: Any, module: Any, batch: Any, index:
     rows = [Row(PLAIN, *steps.facts), *(Row(feature(key), *steps.facts) for key in present)]
     result = Comparison(Plan(1, 1, rounds), rows, name=f"{_OPTION}={rounds}", device=steps.name, order=INSIDE)
     work = Work(module).of([held])
-    with handle.report.unnoticed(), nothing_logged(module), _undecided(handle):
+    with handle.report.unnoticed(), nothing_logged(module):
         for number in range(rounds + 1):
             on = [(row, present[:count]) for count, row in enumerate(rows) if not row.failure]
             for row, keys in on if number % 2 else on[::-1]:
@@ -193,16 +193,6 @@ class _Steps:
                 self._tensors[i].copy_(self._copies[i])
         if written and self._device.type != "cpu":
             self._handle.book.pair(self._on_cpu, self._batch)
-
-
-@contextmanager
-def _undecided(handle: Accelerated) -> Iterator[None]:
-    """How blocks run, and which kernels stay, is timed and decided in the training's own first step, not in these."""
-    settled, handle.runs.settled = handle.runs.settled, True
-    try:
-        yield
-    finally:
-        handle.runs.settled = settled
 
 
 @contextmanager

@@ -139,11 +139,15 @@ class _Shape:
             # where the next block's gradient for this output is, if it read it where it was written
             made.grad_outputs = [after.get(t.data_ptr(), torch.empty_like(t).detach()) for t in made.outputs]
             grads, made.backward = self.stack.recorder.record(partial(gradients, made))
-            made.grad_inputs = list(grads)
+            made.passes_on = made is not self.made[0]
+            made.grad_inputs = [
+                g if i < len(made.inputs) else self.stack.recorder.place(g) for i, g in enumerate(grads)
+            ]
             made.outputs = [t.detach() for t in made.outputs]
             made.again = None
             pairs = zip(made.inputs.values(), grads, strict=False)
             after = {place.data_ptr(): g for place, g in pairs if g is not None and g.stride() == place.stride()}
+            del grads, pairs  # the parameters' may be where the next backward works
         self._slots.clear()
         self.complete = True
 

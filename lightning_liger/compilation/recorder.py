@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from lightning_liger.device_memory import allowed_bytes, free_bytes
 
 
 @contextmanager
@@ -36,8 +39,8 @@ class Recorder:
 
     def has_room(self, share: float = 0.25) -> bool:
         """Whether so much of the device's memory is free, or kept for nobody."""
-        free, total = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= share * total
+        device = torch.device("cuda", torch.cuda.current_device())
+        return free_bytes(device) >= share * allowed_bytes(device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -49,6 +52,10 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def place(self, tensor: Tensor | None) -> Tensor | None:
+        """``tensor`` without holding its memory, which the next recording may write to when it is replayed."""
+        return None if tensor is None else _unowned(tensor)
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, Any]:
         """What ``function`` gives, not computed yet, and the graph whose ``replay()`` computes it."""
@@ -67,3 +74,16 @@ class Recorder:
             if collects:
                 gc.enable()
         return out, graph
+
+
+class _Place:
+    """Bytes on a device, described by the protocol that tensors are made from without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    size = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    held = torch.as_tensor(_Place(tensor.data_ptr(), int(size)), device=tensor.device)
+    return held.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -50,6 +50,9 @@ class Recording:
         slots: where the others are.
         outputs: what the forward gives, its tensors only.
         again: the block itself on these inputs, as long as its backward is not recorded.
+        passes_on: the gradients of ``inputs`` are read by the block before at once, at the place where they are.
+        grad_inputs: gradients of ``alive``; of the parameters' only the places are held, which backwards of other blocks
+            use too.
     """
 
     inputs: dict[int, Tensor]
@@ -62,8 +65,25 @@ class Recording:
     alive: list[Tensor]
     again: Callable[[], Any] | None
     backward: Any = None
+    passes_on: bool = True
     grad_outputs: list[Tensor] = field(default_factory=list)
     grad_inputs: list[Tensor | None] = field(default_factory=list)
+
+    def grads_to_keep(self) -> list[Tensor | None]:
+        """What the backward has just computed, in memory that no further replay writes to.
+
+        Autograd may make the very tensor that it gets a parameter's ``grad``, or give it to whoever asked for it.
+        """
+        given = [None if g is None else g.detach() for g in self.grad_inputs]
+        first = len(self.inputs) if self.passes_on else 0
+        kept = [i for i, g in enumerate(given) if g is not None and i >= first]
+        places = [g for i in kept if (g := given[i]) is not None]
+        copies = [torch.empty_like(g) for g in places]
+        if copies:
+            torch._foreach_copy_(copies, places)
+        for i, copy in zip(kept, copies, strict=True):
+            given[i] = copy
+        return given
 
 
 def gradients(made: Recording) -> tuple[Tensor | None, ...]:
@@ -100,7 +120,7 @@ class Replay(torch.autograd.Function):
                 place.copy_(grad)
         recording.backward.replay()
         ctx.latest.done = True
-        return (None, None, *(None if g is None else g.detach() for g in recording.grad_inputs))
+        return (None, None, *recording.grads_to_keep())
 
 
 def _device_state(device: torch.device) -> Tensor | None:

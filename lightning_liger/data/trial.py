@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_liger.data.planner import Ints, plan
 from lightning_liger.data.randomness import random_numbers_untouched
 from lightning_liger.data.untouched import module_untouched, nothing_logged
+from lightning_liger.device_memory import free_bytes
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.trees import is_deepspeed
 
@@ -36,9 +37,7 @@ class CudaMemory:
     def available(self) -> int:
         """What this process holds, and what nobody does; not more than it may have."""
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        return min(free + torch.cuda.memory_reserved(self._device), allowed)
+        return free_bytes(self._device) + torch.cuda.memory_allocated(self._device)
 
     def begin(self) -> int:
         """Forget the last peak; what is held now."""

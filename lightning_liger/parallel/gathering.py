@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from lightning_liger.device_memory import free_bytes as cuda_free_bytes
 from lightning_liger.parallel.groups import (
     begin_as_root,
     is_gathered,
@@ -134,8 +135,7 @@ class Gathering:
 def free_bytes(device: torch.device) -> int:
     """Memory that this process may still allocate on ``device``; for CPUs, its share of what the machine has."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return cuda_free_bytes(device)
     return host_bytes("MemAvailable") // max(dist.get_world_size() if dist.is_initialized() else 1, 1)
 
 

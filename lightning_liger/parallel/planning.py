@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_liger.device_memory import free_bytes as cuda_free_bytes
 from lightning_liger.head.chunks import row_chunks
 from lightning_liger.head.finding import find_heads
 from lightning_liger.mirrored import cpu_values
@@ -101,7 +102,7 @@ def capacity_of(device: torch.device) -> int:
     """Bytes that this process may have on ``device``: what it has and what nobody has."""
     if device.type != "cuda":
         return host_bytes()
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return cuda_free_bytes(device) + torch.cuda.memory_allocated(device)
 
 
 def read_state(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_liger.accelerate import Accelerated
+from lightning_liger.device_memory import free_bytes
 from lightning_liger.proof.recorded import CannotRepeat, tensors
 from lightning_liger.proof.tape import Tape
 from lightning_liger.proof.units import Unit
@@ -34,8 +35,7 @@ def missing_memory(module: nn.Module, handle: Accelerated, device: torch.device,
     outputs = max((int(getattr(h, "out_features", 0)) for h in heads), default=0)
     gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     needed = step * ratio + outputs * padding.positions * _LOGIT_BYTES + 2 * gradients
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    free = torch.cuda.mem_get_info(device)[0] + reserved - allocated
+    free = free_bytes(device)
     if needed <= 0.9 * free:
         return ""
     return f"a plain run of it would need about {needed / 1e9:.0f} GB beside what is there, of {free / 1e9:.0f} GB that are free"

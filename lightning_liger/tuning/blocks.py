@@ -53,6 +53,7 @@ class BlockRuns:
         tuned_ops: the kernels whose use is to be decided by timing.
         settled: nothing is left to decide or to bind.
         driven: hooks of a training say when a batch begins.
+        waits: nothing is decided before that; what runs earlier are trials of another kind.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BlockRuns:
         self.decision: Decision | None = None
         self.settled = False
         self.driven = False
+        self.waits = False
         self._whole_report = report
         self._switch = switch
         self._buckets = buckets
@@ -123,7 +125,7 @@ class BlockRuns:
 
     def before_call(self, backbone: nn.Module, size: int) -> None:
         """Called before each packed call of ``backbone`` with gradients, over ``size`` tokens."""
-        if backbone not in self._stacks:
+        if backbone not in self._stacks or self.waits:
             return
         if self._size is None:
             self._size = size
@@ -244,7 +246,7 @@ class BlockTuning(TrainingHooks):
 
     def begin_batch(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         runs = self._runs()
-        runs.driven = True
+        runs.driven, runs.waits = True, False
         runs.between_batches()
         if runs.settled:
             return

@@ -14,6 +14,7 @@ import torch.nn as nn
 from lightning_liger.compilation.block import CompiledBlock, Graphs
 from lightning_liger.compilation.inner_hooks import foreign_hook, without_inner_hooks
 from lightning_liger.compilation.recorded import RecordedBlock, RecordedStack
+from lightning_liger.device_memory import free_bytes
 from lightning_liger.kernels.apply import why_auto_is_off
 from lightning_liger.kernels.registry import KernelBinding
 from lightning_liger.padding.attention import PackedCall, packed_call_of
@@ -174,6 +175,4 @@ def _unreported(call: PackedCall) -> PackedCall:
 def _free(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 62
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + unused)
+    return free_bytes(device)

@@ -191,3 +191,27 @@ def test_nothing_is_recorded_over_the_activations_of_another_shape() -> None:
     assert train(model) == pytest.approx(plain, rel=1e-5)
     first, second = stack._shapes.values()
     assert (len(first.made), len(second.made)) == (2, 0)
+
+
+def test_gradients_outlive_the_next_replay() -> None:
+    def train(model: Any) -> list[Tensor]:
+        kept = []
+        for step in range(8):
+            model(**collate(documents(4, seed=step))).loss.backward()
+            if step % 2:  # two batches add up
+                kept += [p.grad.clone() for p in model.parameters()]
+                model.zero_grad()
+        for step in range(4):
+            loss = model(**collate(documents(4, seed=step))).loss
+            kept += torch.autograd.grad(loss, list(model.parameters()))
+        return kept
+
+    plain = train(causal_lm())
+    model, said = causal_lm(), []  # type: ignore[var-annotated]
+    accelerated = _accelerated(model)
+    _compile(model, accelerated, said)
+    stack = _record(model, accelerated, said)
+    for found, expected in zip(train(model), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    (shape,) = stack._shapes.values()
+    assert [made.forward.replays for made in shape.made] == [10, 10]

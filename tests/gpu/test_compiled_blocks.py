@@ -45,7 +45,7 @@ class Module(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def _batches(count: int) -> list[dict[str, Tensor]]:
@@ -54,7 +54,7 @@ def _batches(count: int) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(20, 200, (12,), generator=generator)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-        ids = torch.randint(1, 4096, mask.shape, generator=generator) * mask
+        ids = torch.randint(1, 64, mask.shape, generator=generator) * mask  # learnt in a few steps
         made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return made
 
@@ -82,8 +82,8 @@ def test_the_same_losses(choice: Any, precision: str) -> None:
     plain = _fit(None, Module(), precision)
     callback = LigerCallback(compile=choice, kernels=False, verbose=False)
     found = _fit(callback, Module(), precision)
-    assert found == pytest.approx(plain, abs=2e-2)
-    assert found[-1] < found[0] - 0.02
+    assert found == pytest.approx(plain, abs=5e-2)
+    assert found[-1] < found[0] - 0.5
     report = callback.report.blocks
     assert (report.applied, report.off) == (4, [])
 
@@ -91,11 +91,11 @@ def test_the_same_losses(choice: Any, precision: str) -> None:
 def test_with_accumulation_and_checkpointing() -> None:
     plain = _fit(None, Module(True), accumulate_grad_batches=2)
     callback = LigerCallback(compile=True, kernels=False, verbose=False)
-    assert _fit(callback, Module(True), accumulate_grad_batches=2) == pytest.approx(plain, abs=2e-2)
+    assert _fit(callback, Module(True), accumulate_grad_batches=2) == pytest.approx(plain, abs=5e-2)
     assert (callback.report.blocks.applied, callback.report.blocks.off) == (4, [])
     plain = _fit(None, Module(), accumulate_grad_batches=2)
     callback = LigerCallback(compile="cudagraphs", kernels=False, verbose=False)
-    assert _fit(callback, Module(), accumulate_grad_batches=2) == pytest.approx(plain, abs=2e-2)
+    assert _fit(callback, Module(), accumulate_grad_batches=2) == pytest.approx(plain, abs=5e-2)
     assert (callback.report.blocks.applied, callback.report.blocks.off) == (4, [])
 
 
@@ -105,7 +105,7 @@ def test_auto_times_and_trains(plan: Plan | None, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(candidates, "fastest", lambda *given: plan)
     plain = _fit(None, Module())
     callback = LigerCallback(verbose=False)
-    assert _fit(callback, Module()) == pytest.approx(plain, abs=2e-2)
+    assert _fit(callback, Module()) == pytest.approx(plain, abs=5e-2)
     print(callback.report.blocks.decided)
     assert callback.report.blocks.off == []
     assert "timed in" in callback.report.blocks.decided
