@@ -18,6 +18,7 @@ from lightning_liger.proof.report import ProofReport
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
     from lightning_liger.parallel.audit import ShardingReport
+    from lightning_liger.parallel.divisible import SequenceReport
 
 
 NO_PADDING = "the batch has no padding"
@@ -189,6 +190,7 @@ class Report:
     kernels: KernelReport = field(default_factory=KernelReport)
     blocks: BlocksReport = field(default_factory=BlocksReport)
     sharding: ShardingReport | None = None
+    sequence: SequenceReport | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     batching: BatchingReport = field(default_factory=BatchingReport)
     proof: ProofReport = field(default_factory=ProofReport)
@@ -216,6 +218,7 @@ class Report:
             "kernels": self.kernels.to_dict(),
             "decoder_blocks": self.blocks.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
+            "sequence_parallel": None if self.sequence is None else asdict(self.sequence),
             "memory_plan": dict(self.memory),
             "token_batches": self.batching.to_dict(),
             "proof": self.proof.to_dict(),
@@ -250,7 +253,7 @@ class Report:
             (self.head.title, _where(self.head, "head"), self._head_did()),
             *self.kernels.rows(),
             *self.blocks.rows(),
-            *([] if self.sharding is None else [self.sharding.row()]),
+            *(part.row() for part in (self.sharding, self.sequence) if part is not None),
             *self.batching.rows(),
             *self.proof.rows(),
         ]

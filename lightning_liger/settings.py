@@ -160,6 +160,13 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}.")
 
 
+# as other libraries call it
+_OF_THE_STRATEGY = (
+    *("sequence_parallel_size", "ulysses_sequence_parallel_size", "context_parallel_size", "sp_size", "cp_size"),
+    *("sequence_parallel", "context_parallel"),
+)
+
+
 def check_option_names(given: dict[str, Any]) -> None:
     """Raise one clear error for option names that do not exist.
 
@@ -168,6 +175,11 @@ def check_option_names(given: dict[str, Any]) -> None:
     """
     valid = [f.name for f in fields(Settings)]
     for name in given:
+        if name in _OF_THE_STRATEGY:
+            raise TypeError(
+                f"{name!r} is about ranks, which the strategy arranges: "
+                "Trainer(strategy=LigerFSDPStrategy(sequence_parallel_size=2)), beside LigerCallback()."
+            )
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -20,13 +20,15 @@ from lightning_liger.parallel.audit import audit, explain_mixture
 from lightning_liger.parallel.blocks import find_blocks
 from lightning_liger.parallel.checkpoint import StateDictType
 from lightning_liger.parallel.checkpointing import Checkpointing
+from lightning_liger.parallel.divisible import check_settings
 from lightning_liger.parallel.failures import FailureWatch
 from lightning_liger.parallel.groups import compute_dtypes
 from lightning_liger.parallel.leaving import leave_quietly
 from lightning_liger.parallel.memory import Memory
-from lightning_liger.parallel.mesh import build_mesh, check_offload, check_sizes, data_rank, sharding_mesh
+from lightning_liger.parallel.mesh import build_mesh, check_offload, check_sizes, sharding_mesh
 from lightning_liger.parallel.optimizers import move_to
 from lightning_liger.parallel.shard import already_sharded, foreign_parts, restore, same_on_all_ranks, shard
+from lightning_liger.parallel.shared_batches import SharedBatches
 from lightning_liger.parallel.stepping import Stepping
 from lightning_liger.precision import DTypes, PolicyPrecision, store_parameters
 from lightning_liger.trainers import evaluate_without_inference_mode, keep_the_order_of_data, liger_callback
@@ -40,7 +42,7 @@ else:
 _TREES = {"lightning.pytorch": "LigerFSDPStrategy", "pytorch_lightning": "LigerFSDPStrategyPL"}
 
 
-class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
+class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches, _Base):
     """Shards any LightningModule over all ranks, with fp32 master weights and bf16 compute.
 
     Blocks are found, the LightningModule itself is the root, and every rank trains on data of its own. Without a
@@ -49,6 +51,9 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
     Args:
         replicate_size: number of whole copies of the model; shards are spread over the ranks of one copy. ``"nodes"``
             for one copy in each node.
+        sequence_parallel_size: how many neighbouring ranks share one batch and divide its tokens among them, so that
+            documents can be as many times longer (Ulysses). It divides the number of ranks of one copy, and the attention
+            heads.
         bf16: compute in bf16 under ``precision="32-true"``, Lightning's default; False computes in fp32.
         reshard_after_forward: free a block's parameters after its forward and gather them again in backward; ``"auto"``
             keeps them where the memory plan of the first batch says that they fit.
@@ -86,6 +91,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         exclude_frozen_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        sequence_parallel_size: int = 1,
     ) -> None:
         if replicate_size != "nodes" and (not isinstance(replicate_size, int) or replicate_size < 1):
             raise ValueError(f"replicate_size={replicate_size!r}: expected a positive integer or 'nodes'.")
@@ -97,6 +103,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         )
         self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
         self.init_memory(activation_checkpointing, reshard_after_forward, weights, prefetch, gather_in_evaluation)
+        self.init_shared_batches(sequence_parallel_size)
         self._replicate_size = replicate_size
         self._offload = offload
         self._watch: FailureWatch | None = None
@@ -114,7 +121,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         super().set_world_ranks()
         if self.root_device.type == "mps":
             raise ValueError("The liger_fsdp strategy shards over CUDA devices or CPUs; on MPS use strategy='auto'.")
-        check_sizes(self.num_processes * self.num_nodes, self._replicas)
+        check_sizes(self.num_processes * self.num_nodes, self._replicas, self._sequence_parallel_size)
 
     @property
     def _replicas(self) -> int:
@@ -144,18 +151,14 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         if self._device_mesh is None:
             self._device_mesh = build_mesh(self.world_size, self.root_device.type, self._replicas)
         self._root._device_mesh = self._device_mesh
+        self.begin_sharing()
         trainer = self._root.trainer
         if self.world_size > 1:
             self._watch = FailureWatch()
         else:
             keep_the_order_of_data(trainer)
         self.check_checkpointing(trainer)
-        liger_callback(trainer)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        replicas, rank = data_rank(self.device_mesh)
-        return {"num_replicas": replicas, "rank": rank}
+        check_settings(liger_callback(trainer).settings, self._sequence_parallel_size)
 
     def setup(self, trainer: Any) -> None:
         """The module is complete, and accelerated by the callback; no optimizer has been made."""
@@ -165,6 +168,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         before = [(weakref.ref(p), name) for name, p in module.named_parameters()]
         self._shard(module)
         self.prepare_checkpointing(trainer, module)
+        self.finish_sharing()
         self.barrier()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
@@ -178,6 +182,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         root_policy = dtypes.policy(cast_inputs=False)
         callback = liger_callback(self._root.trainer)
         report = callback.report
+        report.sequence = self.divided(module, report.padding)
         values = self.values_for(self._root.trainer, module, report.note)
         values.fill_unsharded(module, device)
 
@@ -217,6 +222,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, _Base):
         if self._watch is not None:
             self._watch.stop()
         self.end_stepping()
+        self.end_sharing()
         super().teardown()
         if self.world_size == 1:
             # Nothing has to be gathered. On several ranks the module stays sharded, for what this Trainer does next.

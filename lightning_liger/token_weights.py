@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_liger.data.ranks import data_parallel
+from lightning_liger.data.ranks import data_parallel, ranks_per_batch
 from lightning_liger.head.means import labels_of
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.report import Report
@@ -101,7 +101,7 @@ class TokenWeights(TrainingHooks):
 
     def _factor(self, trainer: Any) -> Tensor:
         """From the sum of weighted gradients, which Lightning or the user has divided, to their mean over labels."""
-        labels = _sum(float(self._labels), trainer.strategy.root_device)
+        labels = _sum(float(self._labels), trainer.strategy.root_device) / ranks_per_batch(trainer.strategy)
         automatic = trainer.lightning_module.automatic_optimization
         micro_batches = trainer.accumulate_grad_batches if automatic else self._backwards
         self._labels = self._backwards = 0

@@ -68,7 +68,7 @@ class TokenBatches(TrainingHooks):
             self.report.refuse(f"a {type(loader).__name__} is no DataLoader and keeps its batches")
             return loader
         if isinstance(loader.dataset, IterableDataset):
-            return self._stream(loader)
+            return self._stream(loader, *data_parallel(trainer.strategy))
         strategy = trainer.strategy
         ranks, rank = data_parallel(strategy)
         if loader.batch_sampler is not None and ranks > 1 and not shared_by_ranks(loader):
@@ -120,7 +120,7 @@ class TokenBatches(TrainingHooks):
             self._overlong, "are batches of their own"
         )
 
-    def _stream(self, loader: DataLoader[Any]) -> AgreeingLoader:
+    def _stream(self, loader: DataLoader[Any], ranks: int, rank: int) -> AgreeingLoader:
         if loader.batch_size is None:
             raise ValueError(
                 "max_tokens_per_batch needs single samples, and this stream makes its own batches "
@@ -137,7 +137,7 @@ class TokenBatches(TrainingHooks):
         if self._overlong == "truncate":
             loader = copy.copy(loader)
             loader.collate_fn = Truncating(loader.collate_fn, self.budget)
-        self._streams.append(packed_stream(loader, self.budget, self._length_fn, overlong))
+        self._streams.append(packed_stream(loader, self.budget, self._length_fn, overlong, ranks, rank))
         return self._streams[-1]
 
     def _check_overlong(self, lengths: Ints, budget: int) -> None:

@@ -18,6 +18,11 @@ def data_parallel(strategy: Any) -> tuple[int, int]:
     return kwargs["num_replicas"], kwargs["rank"]
 
 
+def ranks_per_batch(strategy: Any) -> int:
+    """How many ranks work on the same batch: with sequence or tensor parallelism."""
+    return max(getattr(strategy, "world_size", 1) // max(data_parallel(strategy)[0], 1), 1)
+
+
 def random_seed() -> int:
     """``seed_everything``'s, or that of the global generator."""
     given = os.environ.get("PL_GLOBAL_SEED")

@@ -171,10 +171,15 @@ class StatefulPackedStream(PackedStream):
 
 
 class AgreeingLoader:
-    """Batches of ``loader`` for as long as every rank has one."""
+    """Batches of ``loader`` for as long as every rank has one.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    Args:
+        ranks: with data of their own, of which this is number ``rank``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], ranks: int = 1, rank: int = 0) -> None:
         self.loader = loader
+        self._ranks, self._rank = ranks, rank
         self._group: Any = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -203,8 +208,8 @@ class AgreeingLoader:
 class StatefulAgreeingLoader(AgreeingLoader):
     """For loaders that can say where they are: what has been trained on counts, not what has been fetched ahead."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
+    def __init__(self, loader: DataLoader[Any], ranks: int = 1, rank: int = 0) -> None:
+        super().__init__(loader, ranks, rank)
         self._trained = 0
         self._over = False
         self._loaded: Any = None
@@ -226,26 +231,26 @@ class StatefulAgreeingLoader(AgreeingLoader):
         self._over = last
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all ranks, for a checkpoint that one of them writes. A collective."""
+        """Of all ranks with data of their own, for a checkpoint that one of them writes. A collective."""
         state = None if self._over else self._states.get(self._trained)
-        states = [state]
+        found: list[Any] = [(self._rank, state)]
         if _several_ranks():
-            states = [None] * dist.get_world_size()
-            dist.all_gather_object(states, state, group=self._gloo())
-        return {"ranks": states}
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, (self._rank, state), group=self._gloo())
+        states = dict(found)
+        return {"ranks": [states[rank] for rank in sorted(states)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
         Raises:
             ValueError: another number of ranks wrote it.
         """
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if _several_ranks() else (0, 1)
-        if len(state["ranks"]) != ranks:
+        if len(state["ranks"]) != self._ranks:
             raise ValueError(
-                f"The checkpoint holds the places of {len(state['ranks'])} ranks in their streams, and there are {ranks} "
-                "now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
+                f"The checkpoint holds the places of {len(state['ranks'])} ranks in their streams, and there are "
+                f"{self._ranks} now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
             )
-        self._loaded = state["ranks"][rank]
+        self._loaded = state["ranks"][self._rank]
         if self._loaded is not None:
             loader: Any = self.loader
             loader.load_state_dict(self._loaded)
@@ -264,16 +269,26 @@ _DRY = object()
 
 
 def packed_stream(
-    loader: DataLoader[Any], budget: int, length_fn: Callable[[Any], int] | None, overlong: str
+    loader: DataLoader[Any],
+    budget: int,
+    length_fn: Callable[[Any], int] | None,
+    overlong: str,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> AgreeingLoader:
-    """``loader`` over an ``IterableDataset`` with batches by tokens; its workers and their set-up stay."""
+    """``loader`` over an ``IterableDataset`` with batches by tokens; its workers and their set-up stay.
+
+    Args:
+        ranks, rank: see :class:`AgreeingLoader`; for the rest, :class:`PackedStream`.
+    """
     made = copy.copy(loader)
     kind = StatefulPackedStream if hasattr(loader.dataset, "state_dict") else PackedStream
     stream = kind(loader.dataset, loader.collate_fn, budget, length_fn, overlong)  # type: ignore[arg-type]
     for name, value in (("dataset", stream), ("batch_size", None), ("batch_sampler", None), ("drop_last", False)):
         object.__setattr__(made, name, value)  # DataLoader lets nobody but its constructor do so
     made.collate_fn = _as_it_is
-    return StatefulAgreeingLoader(made) if hasattr(made, "state_dict") else AgreeingLoader(made)
+    kept = StatefulAgreeingLoader if hasattr(made, "state_dict") else AgreeingLoader
+    return kept(made, ranks, rank)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.data.ranks import data_parallel
+from lightning_liger.data.ranks import ranks_per_batch
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.advice import advice
 from lightning_liger.meter.counting import Counting
@@ -216,8 +216,7 @@ class Meter(TrainingHooks):
             "busy": busy or 0.0,
             "asked": float(busy is not None),
         }
-        replicas = data_parallel(strategy)[0] if world > 1 else 1
-        ranks = over_ranks(sums, others, world, max(world // max(replicas, 1), 1), device)
+        ranks = over_ranks(sums, others, world, ranks_per_batch(strategy), device)
         metrics = rates(ranks, self._report.batching.budget)
         added = ranks.added
         metrics["peak_memory_gb"] = ranks.largest["memory"]

@@ -139,6 +139,7 @@ class Memory(_Base):
                 accumulates=trainer.accumulate_grad_batches > 1,
                 frees_gradients=self.lightning_module.automatic_optimization and not reads_old_gradients(trainer),
                 ranks=mesh.size(mesh.ndim - 1),
+                slices=1 if report.sequence is None else report.sequence.ranks,
             )
         except Exception as error:
             # a plan is advice: what it cannot read must not end a training run

@@ -10,20 +10,33 @@ DATA = "data_parallel"
 TENSOR = "tensor_parallel"
 REPLICATE = "replicate"
 SHARD = "shard"
+BATCH = "batch"
+SEQUENCE = "sequence"
 
 
-def check_sizes(world_size: int, replicate_size: int) -> None:
+def check_sizes(world_size: int, replicate_size: int, sequence_parallel_size: int = 1) -> None:
     """Raise before a process group is made.
 
     Raises:
-        ValueError: ``replicate_size`` does not divide the number of processes.
+        ValueError: ``replicate_size`` or ``sequence_parallel_size`` does not divide the number of processes, or a copy of
+            the model would hold a part of a group that shares a batch.
     """
-    if world_size % replicate_size:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for name, size in (("replicate_size", replicate_size), ("sequence_parallel_size", sequence_parallel_size)):
+        if world_size % size:
+            raise ValueError(
+                f"{name}={size} does not divide the {world_size} processes of this job (devices × num_nodes). "
+                f"Use one of {_divisors(world_size)}."
+            )
+    copy = world_size // replicate_size
+    if copy % sequence_parallel_size:
         raise ValueError(
-            f"replicate_size={replicate_size} does not divide the {world_size} processes of this job "
-            f"(devices × num_nodes). Use one of {', '.join(map(str, divisors))}."
+            f"sequence_parallel_size={sequence_parallel_size} does not divide the {copy} processes that hold one copy of "
+            f"the model (replicate_size={replicate_size} of {world_size}). Use one of {_divisors(copy)}, or fewer copies."
         )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def check_offload(device: torch.device) -> None:
@@ -69,7 +82,11 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[REPLICATE, SHARD] if REPLICATE in names else mesh[DATA]
 
 
-def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """``(number of ranks with data of their own, which of them this is)``."""
-    data = mesh[DATA]
-    return data.size(), data.get_local_rank()
+def sequence_mesh(world_size: int, device_type: str, sequence_parallel_size: int) -> DeviceMesh:
+    """The same ranks as a grid of ``("batch", "sequence")``: a row shares one batch, whose tokens it divides.
+
+    Neighbouring ranks form a row, so that what its attention exchanges stays within a node. Parameters are sharded over
+    all ranks, whatever they compute: this grid is beside :func:`build_mesh`'s, and no part of it.
+    """
+    shape = (world_size // sequence_parallel_size, sequence_parallel_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(BATCH, SEQUENCE))

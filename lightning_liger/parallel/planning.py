@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ class Batch:
     shape: tuple[int, int] = (0, 0)
     tokens: int = 0
     labelled: int = 0
+
+    def slice_of(self, ranks: int) -> Batch:
+        """What one of ``ranks`` that share the batch has of it."""
+        return replace(self, tokens=-(-self.tokens // ranks), labelled=-(-self.labelled // ranks))
 
 
 def read_batch(batch: Any) -> Batch:
@@ -71,6 +75,7 @@ def plan_memory(
     accumulates: bool = False,
     frees_gradients: bool = True,
     ranks: int = 1,
+    slices: int = 1,
 ) -> MemoryPlan:
     """The plan for training ``module`` on batches such as ``batch``.
 
@@ -79,9 +84,11 @@ def plan_memory(
         accumulates: gradients of earlier micro-batches are there when a later one runs.
         frees_gradients: those of the step before are gone when its successor begins.
         ranks: over how many ranks each parameter is spread.
+        slices: among how many ranks the tokens of a packed batch are divided.
         See :class:`State` and :class:`MemoryPlan` for the rest.
     """
     seen = read_batch(batch)
+    seen = seen.slice_of(slices) if packed else seen
     state = read_state(module, sharding, optimizers, offload=offload, prefetch=prefetch, ranks=ranks, keep=keeps_blocks)
     dtype = next((policy(part).param_dtype for part in sharded_parts(module)), None)
     head, head_kept = read_head(module, seen, dtype, device, fused=fused_head)
