@@ -40,6 +40,7 @@ from lightning_liger.patching import (
     live_binding,
 )
 from lightning_liger.report import Report
+from lightning_liger.sequence import SequenceGroup
 from lightning_liger.settings import Settings
 from lightning_liger.tuning.blocks import BlockRuns
 
@@ -54,14 +55,16 @@ class Accelerated:
     Attributes:
         report: what is on, what is off and why, and counters.
         settings: the options it was done with.
+        sequence: the ranks that share each batch; None where each has its own.
         book: pairs a batch's CPU tensors with its device tensors, see :class:`LayoutBook`. Optional to feed.
         runs: how decoder blocks run.
         buckets: which shapes packed batches are lengthened to.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, settings: Settings, sequence: SequenceGroup | None = None) -> None:
         self._module = weakref.ref(module)
         self.settings = settings
+        self.sequence = sequence
         self.report = Report()
         self.book = LayoutBook()
         self.buckets = ShapeBuckets(settings.shape_buckets)
@@ -232,7 +235,9 @@ class Accelerated:
         report.found = max(report.found, len(self._heads) + len(refused))
 
 
-def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerated:
+def accelerate(
+    module: nn.Module, settings: Settings | None = None, sequence: SequenceGroup | None = None
+) -> Accelerated:
     """Remove padding and fuse the LM head in every model that ``module`` holds. Changes no class and no library.
 
     Calling it again on the same module is cheap: it picks up submodules that are new and answers with the same object.
@@ -240,6 +245,9 @@ def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerat
     Args:
         module: a LightningModule, a transformers model, or any module that holds one.
         settings: options; other settings than the first call's take the first ones back.
+        sequence: the ranks among which the packed tokens of each batch are divided. All of them call this, and run the
+            same steps on the same batches; gradients are to be averaged over them. Another group than the first call's
+            takes the first one back; None, as for ``settings``, leaves what is there.
 
     Returns:
         The handle with ``report`` and ``revert()``.
@@ -248,11 +256,14 @@ def accelerate(module: nn.Module, settings: Settings | None = None) -> Accelerat
         ValueError: an option that does not fit the module.
     """
     known = _ACCELERATED.get(module)
-    if known is not None and settings is not None and settings != known.settings:
-        known.revert()
-        known = None
+    sequence = sequence if sequence is not None and sequence.size > 1 else None
+    if known is not None:
+        wanted = settings or known.settings, sequence or known.sequence
+        if wanted != (known.settings, known.sequence):
+            known.revert()
+            known, (settings, sequence) = None, wanted
     if known is None:
-        known = Accelerated(module, settings or Settings())
+        known = Accelerated(module, settings or Settings(), sequence)
         _ACCELERATED[module] = known
     try:
         known.apply(module)
