@@ -79,14 +79,28 @@ def check_divisible(module: nn.Module, padding: PaddingReport, ranks: int, group
     heads: dict[str, tuple[int, int]] = {}
     for backbone in backbones:
         name, (query, kv) = type(backbone).__name__, head_counts(backbone)
-        if query % ranks or (kv % ranks and ranks % kv):
-            fitting = ", ".join(str(k) for k in range(1, query + 1) if query % k == 0 and (kv % k == 0 or k % kv == 0))
+        if not _divides(ranks, query, kv):
+            fitting = ", ".join(str(k) for k in range(1, query + 1) if _divides(k, query, kv))
             raise ValueError(
                 f"{option} divides the attention heads among ranks, and {name} has {query}, with {kv} of keys and values. "
                 f"Use one of {fitting}."
             )
         heads[name] = query, kv
     return SequenceReport(ranks, groups, heads)
+
+
+def larger_sizes(module: nn.Module, size: int, copy: int) -> tuple[int, ...]:
+    """Multiples of ``sequence_parallel_size=size`` that divide the heads, and the ``copy`` ranks of one model."""
+    backbones, refused = find_backbones(module)
+    if refused or not backbones or find_decoders(module):
+        return ()
+    heads = [head_counts(backbone) for backbone in backbones]
+    sizes = range(2 * size, copy + 1, size)
+    return tuple(k for k in sizes if copy % k == 0 and all(_divides(k, *counts) for counts in heads))
+
+
+def _divides(size: int, query: int, kv: int) -> bool:
+    return query % size == 0 and (kv % size == 0 or size % kv == 0)
 
 
 def head_counts(backbone: Any) -> tuple[int, int]:

@@ -99,6 +99,7 @@ class MemoryPlan:
         accumulates: gradients of earlier micro-batches are there.
         frees_gradients: those of the step before are not.
         chosen: what selective checkpointing keeps, once all ranks have agreed.
+        slices: among how many ranks the batch's tokens are divided. divisible: larger numbers that would do.
     """
 
     state: State
@@ -111,6 +112,8 @@ class MemoryPlan:
     head_kept: int = 0
     frees_gradients: bool = True
     chosen: Selection | None = None
+    slices: int = 1
+    divisible: tuple[int, ...] = ()
 
     @functools.cached_property
     def selection(self) -> Selection:
@@ -183,6 +186,13 @@ class MemoryPlan:
         if self.state.keeps_blocks:
             less = replace(self.state, keeps_blocks=False)
             made.append(("reshard_after_forward=True", replace(base, state=less)))
+        for slices in self.divisible:
+            factor = slices // self.slices
+            smaller = self.activations.scaled(1 / factor)
+            divided = replace(base, activations=smaller, tokens=self.tokens // factor, slices=slices, divisible=())
+            if divided.fits:
+                made.append((f"sequence_parallel_size={slices}", divided))
+                break
         if not self.state.offload:
             made.append(("offload=True (slower)", replace(base, state=replace(self.state, offload=True))))
         for factor in (2, 4, 8, 16, 32, 64):
@@ -246,6 +256,7 @@ class MemoryPlan:
             "head": self.head,
             "head_kept": self.head_kept,
             "tokens": self.tokens,
+            "slices": self.slices,
             "checkpointing": self.checkpointing,
             "kept": self.selection.describe(self.activations.tokens) if self.checkpointing == "selective" else "",
             "moments": self.moments(),

@@ -18,6 +18,7 @@ from lightning_liger.head.finding import find_heads
 from lightning_liger.mirrored import cpu_values
 from lightning_liger.padding.backbones import find_backbones
 from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers, sum_of
+from lightning_liger.parallel.divisible import larger_sizes
 from lightning_liger.parallel.gathering import host_bytes
 from lightning_liger.parallel.groups import parameters_of, policy, sharded_parts
 from lightning_liger.parallel.memory_plan import MemoryPlan, State, optimizer_bytes
@@ -102,6 +103,8 @@ def plan_memory(
         checkpointing=checkpointing,
         accumulates=accumulates,
         frees_gradients=frees_gradients,
+        slices=slices,
+        divisible=larger_sizes(module, slices, ranks) if packed else (),
     )
 
 
