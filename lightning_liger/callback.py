@@ -192,7 +192,7 @@ class LigerCallback(_Base):
 
     def _apply(self, trainer: Any, pl_module: Any) -> None:
         settings, notes = fit_to_strategy(trainer.strategy, self.settings)
-        self._accelerated = accelerate(pl_module, settings)
+        self._accelerated = accelerate(pl_module, settings, getattr(trainer.strategy, "sequence_group", None))
         self.report = self._accelerated.report
         if self._batches is not None:
             self.report.batching = self._batches.report

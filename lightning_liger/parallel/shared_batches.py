@@ -19,6 +19,7 @@ from lightning_liger.parallel.mesh import BATCH, DATA, SEQUENCE, sequence_mesh
 from lightning_liger.parallel.same_batch import SameBatch
 from lightning_liger.parallel.user_samplers import divide_by_groups
 from lightning_liger.report import PaddingReport
+from lightning_liger.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -91,6 +92,12 @@ class SharedBatches(_Base):
         """Whether ranks of a group work on one batch now. Prediction is not divided, and every rank has its own."""
         module = self.lightning_module
         return self._sequence_mesh is not None and not (module is not None and module.trainer.predicting)
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The ranks that divide the tokens of this rank's batches; None if each rank has its own."""
+        mesh = self._sequence_mesh
+        return SequenceGroup.of(mesh[SEQUENCE].get_group()) if mesh is not None and self._shares else None
 
     @property
     def _groups(self) -> dist.ProcessGroup | None:
