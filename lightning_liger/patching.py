@@ -65,6 +65,7 @@ class Rebound:
         bypassed: the reason of the latest :func:`bypass` around a call, or ``""``.
         muted: run the original code, whatever the switch says.
         resting: the original code runs instead, although it is bound and switched on.
+        waits: the latest call ran the original code for a reason that is nothing wrong.
     """
 
     name = "forward"
@@ -75,6 +76,7 @@ class Rebound:
     bypassed = ""
     muted = False
     resting = False
+    waits = False
 
     def __init__(self, module: Any, switch: Switch) -> None:
         # Any: transformers and torch modules carry attributes that nn.Module's type does not know

@@ -239,7 +239,7 @@ class Report:
     def unnoticed(self) -> Iterator[None]:
         """Whatever is counted inside this context is not."""
         parts: list[Any] = [self.padding, self.head, *self.kernels.ops.values()]
-        before = [{k: v.copy() if isinstance(v, (list, dict)) else v for k, v in vars(p).items()} for p in parts]
+        before = [{k: v.copy() if isinstance(v, (list, dict, set)) else v for k, v in vars(p).items()} for p in parts]
         try:
             yield
         finally:

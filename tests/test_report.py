@@ -14,6 +14,9 @@ import transformers
 from helpers import QUIET, Plain, assert_engaged, both, causal_lm, collate, documents, fit, loader, real_tokens
 
 from lightning_liger import LigerCallback, accelerate
+from lightning_liger.kernels.registry import KernelBinding
+from lightning_liger.patching import Switch
+from lightning_liger.report import Report
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +154,15 @@ def test_accelerate_alone_reports_without_a_trainer() -> None:
     model(**collate(documents(4))).loss.backward()
     assert "removed" in handle.report.render()
     handle.revert()
+
+
+def test_a_kernel_that_first_ran_unnoticed_counts_when_it_runs_again() -> None:
+    report = Report()
+    op = report.kernels.op("rms_norm", "RMSNorm", ())
+    op.applied = 1
+    binding = KernelBinding(torch.nn.Identity(), Switch(), None, op, {})
+    with report.unnoticed():
+        binding.ran()
+    assert (op.called, op.calls, binding.has_run) == (0, 0, False)
+    binding.ran()
+    assert (op.called, op.calls, op.activity()) == (1, 1, "1 calls")

@@ -123,6 +123,9 @@ class CompiledBlock(Rebound):
         attention: the layers of this block that look up their attention function.
     """
 
+    feature = "blocks"
+    way = "compiled"
+
     def __init__(self, module: nn.Module, switch: Switch, graphs: Graphs, attention: Sequence[nn.Module]) -> None:
         super().__init__(module, switch)
         self.graphs = graphs
@@ -132,17 +135,21 @@ class CompiledBlock(Rebound):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_call_of(kwargs)
-        if packed is None or self.graphs.why_off(self.module) or self._unusual(kwargs):
-            return self.original(*args, **kwargs)
+        if packed is None:
+            return self._aside("its batch is not packed", True, args, kwargs)
+        if reason := self.graphs.why_off(self.module):
+            return self._aside(reason, False, args, kwargs)
+        if self._unusual(kwargs):
+            return self._aside("it was handed a cache", True, args, kwargs)
         if not self.graphs.takes(packed.layout.size):
-            return self.original(*args, **kwargs)
+            return self._aside("batches of this size were too few yet to make code for them", True, args, kwargs)
         if any(True for _ in inner_hooks(self.module)):
             if reason := foreign_hook(self.module):
                 self.graphs.switch_off(self.module, reason)
-            return self.original(*args, **kwargs)
+            return self._aside(reason or "it was watched from inside", not reason, args, kwargs)
         backend = self._backend(packed, args, kwargs)
         if not backend:
-            return self.original(*args, **kwargs)
+            return self._aside(self.graphs.why_off(self.module), False, args, kwargs)
         for layer in self.attention:
             packed.attended(backend, layer)
         layout = packed.layout
@@ -151,10 +158,16 @@ class CompiledBlock(Rebound):
         run = self.graphs.function(self.module, layout.size)
         try:
             with self._traceable():
-                return run(self.module, self.previous, args, given)
+                out = run(self.module, self.previous, args, given)
         except torch._dynamo.exc.TorchDynamoException as error:
             self.graphs.switch_off(self.module, _short(error))
-            return self.original(*args, **kwargs)
+            return self._aside(_short(error), False, args, kwargs)
+        self.runs += 1
+        return out
+
+    def _aside(self, reason: str, waits: bool, args: Any, kwargs: Any) -> Any:
+        self.why, self.waits = reason, waits
+        return self.original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a block recomputed in backward must be the block that ran, even when the switch went off in between

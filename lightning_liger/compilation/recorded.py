@@ -83,6 +83,7 @@ class _Shape:
         for i, place in made.inputs.items():
             if place.data_ptr() != leaves[i].data_ptr() or place.stride() != leaves[i].stride():
                 place.data.copy_(leaves[i].data)
+        block.runs, block.waits = block.runs + 1, False
         return made.rebuild(Replay.apply(made, block, *(leaves[i] for i in made.inputs), *made.parameters))
 
     def _record(self, block: RecordedBlock, leaves: list[Any], spec: Any) -> Recording:
@@ -198,6 +199,7 @@ class RecordedStack:
             self.switch_off(str(reason))
         except torch.cuda.OutOfMemoryError:
             self.switch_off("its activations do not fit into memory of their own")
+        block.why, block.waits = self.off, False
         return block.original(*args, **kwargs)
 
     def switch_off(self, reason: str) -> None:
@@ -210,10 +212,16 @@ class RecordedStack:
 class RecordedBlock(Rebound):
     """``forward`` of one block, replayed in training where its shape was recorded."""
 
+    feature = "blocks"
+
     def __init__(self, module: nn.Module, switch: Switch, stack: RecordedStack) -> None:
         super().__init__(module, switch)
         self.stack = stack
         self.latest: Any = lambda: None
+
+    @property
+    def way(self) -> str:
+        return " + ".join([*(w for w in [getattr(self.previous, "way", "")] if w), "CUDA graphs"])
 
     @property
     def in_flight(self) -> bool:
@@ -224,7 +232,9 @@ class RecordedBlock(Rebound):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed = packed_call_of(kwargs)
         if packed is None or self.stack.off or not torch.is_grad_enabled() or self._is_watched() or self._is_copy():
+            self.why, self.waits = self.stack.off or "such a call is not recorded", not self.stack.off
             return self.original(*args, **kwargs)
+        self.why, self.waits = "batches of this shape were too few yet to record it", True
         if not self.stack.ready(packed.layout.size):
             return self.original(*args, **kwargs)
         return self.stack.run(self, self._key(packed), args, kwargs)

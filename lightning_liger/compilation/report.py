@@ -11,13 +11,14 @@ class BlocksReport:
     """Of all packed backbones of one accelerated module.
 
     Attributes:
-        found: blocks that could be compiled; applied: that are.
+        found: blocks that could be compiled; applied: that are; pending: that will be from the next batch on.
         decided: the way they run and the numbers that speak for it; ``""`` where there was nothing to decide.
         off: reasons against what was asked for, or would have been tried.
     """
 
     found: int = 0
     applied: int = 0
+    pending: int = 0
     decided: str = ""
     off: list[str] = field(default_factory=list)
 
@@ -32,7 +33,8 @@ class BlocksReport:
         """``(feature, where, what it did)`` for the table."""
         if not self.decided:
             return []
-        return [("Decoder blocks", f"{self.applied} of {self.found} blocks", self.decided)]
+        where = f"{self.pending or self.applied} of {self.found} blocks"
+        return [("Decoder blocks", where + (", from the next batch on" if self.pending else ""), self.decided)]
 
     def reasons(self) -> list[str]:
         return [f"Decoder blocks: {reason}" for reason in self.off]

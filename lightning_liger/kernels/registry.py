@@ -7,6 +7,7 @@ one instance, which the switch of that ``accelerate`` call turns off and ``unbin
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from lightning_liger.kernels.report import OpReport
 from lightning_liger.patching import Rebound, Switch
 
 Dtypes = dict[tuple[torch.dtype, torch.dtype, "torch.dtype | None"], torch.dtype]
+_NUMBERS = itertools.count()
 
 
 class KernelBinding(Rebound):
@@ -44,11 +46,15 @@ class KernelBinding(Rebound):
         self.spec = spec
         self.report = report
         self.dtypes = dtypes
-        self.has_run = False
+        self.number = next(_NUMBERS)
 
     @property
     def feature(self) -> str:  # type: ignore[override]
         return self.report.title
+
+    @property
+    def has_run(self) -> bool:
+        return self.number in self.report.ran_on
 
     @property
     def launches(self) -> tuple[str, ...]:
@@ -65,9 +71,7 @@ class KernelBinding(Rebound):
         """Count one call of the kernel."""
         self.runs += 1
         self.report.calls += 1
-        if not self.has_run:
-            self.has_run = True
-            self.report.called += 1
+        self.report.ran_on.add(self.number)
 
     def aside(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Run the original code, and count why."""

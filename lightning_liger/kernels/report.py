@@ -15,7 +15,7 @@ class OpReport:
         found: modules that look like this op.
         applied: modules that run the kernel.
         sources: how many of them Liger knows by architecture (``"liger"``) and how many by structure alone.
-        called: modules whose kernel ran at least once.
+        ran_on: numbers of the bindings whose kernel ran at least once; copies share the number of their original.
         calls: forward calls that ran the kernel.
         original_calls: forward calls that ran the module's own code instead, by reason.
         kernels: names, or parts of names, of the GPU kernels that a profiler sees when the op ran.
@@ -27,7 +27,7 @@ class OpReport:
     found: int = 0
     applied: int = 0
     sources: dict[str, int] = field(default_factory=dict)
-    called: int = 0
+    ran_on: set[int] = field(default_factory=set)
     calls: int = 0
     original_calls: dict[str, int] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()
@@ -36,6 +36,11 @@ class OpReport:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpReport:
         return self
+
+    @property
+    def called(self) -> int:
+        """Modules whose kernel ran at least once."""
+        return len(self.ran_on)
 
     def refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1

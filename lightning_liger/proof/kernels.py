@@ -18,7 +18,7 @@ from lightning_liger.proof.profiled import Seen, is_profiling, keep_trace, profi
 from lightning_liger.proof.ranges import ModuleRanges
 from lightning_liger.proof.ranks import everywhere
 from lightning_liger.proof.report import KernelProofReport, ProofError
-from lightning_liger.proof.requested import Finding, Request, clean, judge, requests
+from lightning_liger.proof.requested import BLOCKS, Finding, Request, clean, inside_blocks, judge, requests
 
 # The first steps compile and allocate: they say little about where a step's time goes.
 _WARMUP = 2
@@ -90,7 +90,7 @@ class KernelProof(TrainingHooks):
             fused = {part for r in self._asked for part in r.launches if r.feature != "attention"}
             seen = read(recorded.events(), names, fused)
         findings = judge(self._asked, report, self._fused_calls)
-        findings = _with_kernels(findings, seen)
+        findings = _with_kernels(findings, seen, inside_blocks(self._asked))
         proof = report.proof.kernels
         self._fill(proof, findings, seen)
         proof.missing += _refused_by_name(self._accelerated())
@@ -125,8 +125,11 @@ class KernelProof(TrainingHooks):
     # -- what is said ----------------------------------------------------------------------------------------------
 
     def _watched(self, module: nn.Module) -> dict[nn.Module, str]:
-        """The modules to put hooks on: those of requests, or all for a trace. Compiled code does not see new hooks."""
-        compiled = inside_compiled(module)
+        """The modules to put hooks on: those of requests, or all for a trace.
+
+        Compiled code does not see new hooks, and a block with hooks would not run compiled, or replayed.
+        """
+        compiled = inside_compiled(module) | inside_blocks(self._asked)
         if self._directory is not None:
             paths = {m: clean(path) or type(m).__name__ for path, m in module.named_modules()}
         else:
@@ -144,17 +147,19 @@ class KernelProof(TrainingHooks):
                 where.append(f"{feature} on {finding.request.path}: {finding.reason}")
         attention = [f.request.binding for f in findings if f.request.feature == "attention" and f.ran]
         proof.backends = tuple(sorted({getattr(binding, "backend", "") for binding in attention}))
+        blocks = [f.request.binding for f in findings if f.request.feature == BLOCKS and f.ran]
+        proof.ways = tuple(sorted({getattr(binding, "way", "") for binding in blocks}))
         if seen is not None and seen.total:
             proof.shares, proof.device_ms = seen.shares(), seen.total / 1e3
 
 
-def _with_kernels(findings: list[Finding], seen: Seen | None) -> list[Finding]:
-    """Take back what is said to have run and launched none of its kernels."""
+def _with_kernels(findings: list[Finding], seen: Seen | None, unseen: set[nn.Module]) -> list[Finding]:
+    """Take back what is said to have run and launched none of its kernels; on ``unseen`` modules launches are unknown."""
     if seen is None or not seen.under:
         return findings
     made = []
     for finding in findings:
-        expected = finding.request.launches
+        expected = () if finding.request.module in unseen else finding.request.launches
         launched = seen.under.get(finding.request.path, set())
         if finding.ran and expected and not any(part in name.lower() for name in launched for part in _low(expected)):
             instead = ", ".join(sorted(n[:60] for n in launched)[:3]) or "nothing"

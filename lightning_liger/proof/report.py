@@ -21,7 +21,7 @@ class KernelProofReport:
         step: the batch that was watched, counted from 1; 0 while nothing was proved.
         how: ``"profiled"``: GPU kernels were recorded; ``"counted"``: calls were.
         ran: modules by feature, as ``(ran, asked for)``.
-        backends: what computed attention.
+        backends: what computed attention; ways: how decoder blocks ran that were to run compiled or replayed.
         missing: modules whose replacement did not run, with the reason.
         idle: modules that had nothing to do in that step, with the reason.
         shares: of the device's time, by kind of kernel.
@@ -33,6 +33,7 @@ class KernelProofReport:
     how: str = ""
     ran: dict[str, tuple[int, int]] = field(default_factory=dict)
     backends: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
     missing: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
     shares: dict[str, float] = field(default_factory=dict)
@@ -41,10 +42,8 @@ class KernelProofReport:
 
     def line(self) -> str:
         """``RMSNorm 57/57 · SwiGLU 28/28 · head+loss 1/1 · attention 28/28 varlen``."""
-        parts = [
-            f"{name} {ran}/{asked}" + (f" {', '.join(self.backends)}" if name == "attention" and self.backends else "")
-            for name, (ran, asked) in self.ran.items()
-        ]
+        how = {"attention": ", ".join(self.backends), "blocks": ", ".join(self.ways)}
+        parts = [f"{name} {ran}/{asked} {how.get(name, '')}".rstrip() for name, (ran, asked) in self.ran.items()]
         if self.shares:
             parts.append("device time: " + ", ".join(f"{share:.0%} {kind}" for kind, share in self.shares.items()))
         return " · ".join(parts) or "nothing was asked for"
@@ -63,6 +62,7 @@ class KernelProofReport:
             "how": self.how,
             "ran": {name: list(counts) for name, counts in self.ran.items()},
             "attention": list(self.backends),
+            "blocks": list(self.ways),
             "missing": list(self.missing),
             "idle": list(self.idle),
             "device_time_shares": dict(self.shares),

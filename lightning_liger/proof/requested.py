@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from lightning_liger.compilation.block import CompiledBlock
 from lightning_liger.patching import Binding, Rebound, bindings_of
 from lightning_liger.report import NO_PADDING, Report
+
+BLOCKS = CompiledBlock.feature
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,39 @@ def judge(asked: list[Request], report: Report, fused_calls: int) -> list[Findin
     Args:
         fused_calls: losses through the head at the beginning of the watch.
     """
+    asked = _one_of_each_block(asked)
     packed = [r.module for r in asked if r.feature == "padding" and r.ran()]
     in_packed = {m for backbone in packed for m in backbone.modules()}
+    in_blocks = inside_blocks(r for r in asked if r.ran())
     made = []
     for request in asked:
         if request.feature == "attention" and request.module not in in_packed and not request.ran():
             continue  # attention is only ours where the padding is gone, which has a line of its own
+        if request.module in in_blocks and request.feature != BLOCKS and not request.ran():
+            continue  # its block ran as one piece, which is what was asked for
         made.append(_finding(request, report, fused_calls))
     return made
+
+
+def inside_blocks(asked: Iterable[Request]) -> set[nn.Module]:
+    """Blocks that are asked to run compiled or replayed, and all that is in them. A hook there would prevent that."""
+    return {m for r in asked if r.feature == BLOCKS for m in r.module.modules()}
+
+
+def _one_of_each_block(asked: list[Request]) -> list[Request]:
+    """A compiled block may be replayed, or not: of both requests the one that ran, or else the more telling one."""
+    best: dict[nn.Module, Request] = {}
+    for request in asked:
+        if request.feature == BLOCKS:
+            known = best.get(request.module)
+            best[request.module] = request if known is None else max(request, known, key=_tells)
+    return [r for r in asked if r.feature != BLOCKS or best[r.module] is r]
+
+
+def _tells(request: Request) -> tuple[bool, bool, bool]:
+    """A replay does not call what is compiled; a block that waits to be recorded runs compiled meanwhile."""
+    bound = request.binding
+    return request.ran(), bound is not None and bound.called, bound is not None and not bound.waits
 
 
 def _finding(request: Request, report: Report, fused_calls: int) -> Finding:
@@ -98,7 +126,7 @@ def _finding(request: Request, report: Report, fused_calls: int) -> Finding:
         why = f"only called inside of {binding.bypassed}" if binding.bypassed else "not called in this step"
         return Finding(request, False, why, idle=True)
     if binding.why:
-        return Finding(request, False, binding.why, idle=binding.why == NO_PADDING)
+        return Finding(request, False, binding.why, idle=binding.why == NO_PADDING or binding.waits)
     return Finding(request, False, "its original code ran")
 
 

@@ -154,7 +154,7 @@ class BlockRuns:
             self._watch, self._tried = None, True
             with self._whole_report.unnoticed():
                 self.decision = self._decide(backbone, block, args, kwargs)
-            self._tell(self.decision)
+            self.report.pending = self._tell(self.decision)
 
         return hook
 
@@ -191,15 +191,16 @@ class BlockRuns:
         self.settled, self.decision = True, decision
         for backbone in list(self._stacks):
             self._bind(backbone, decision.plan)
-        self._tell(decision)
+        self.report.applied, self.report.pending = self._tell(decision), 0
         if not decision.plan.compiled and not decision.plan.recorded and self._buckets.choice == "auto":
             self._buckets.on = False
 
-    def _tell(self, decision: Decision) -> None:
+    def _tell(self, decision: Decision) -> int:
+        """How many blocks do not run as they are."""
         self.report.decided = decision.describe()
-        self.report.applied = self.report.found if decision.plan.compiled or decision.plan.recorded else 0
         for name, problem in decision.problems.items():
             self.report.refuse(f"{name}: {problem}")
+        return self.report.found if decision.plan.compiled or decision.plan.recorded else 0
 
     def give_up(self, reason: str) -> None:
         """Go on by the rule that holds without timing."""

@@ -16,6 +16,7 @@ from lightning_liger.accelerate import Accelerated
 from lightning_liger.compilation.apply import compiled, stack_of
 from lightning_liger.compilation.block import Graphs
 from lightning_liger.compilation.recorded import CannotRecord, RecordedBlock, RecordedStack
+from lightning_liger.proof.requested import BLOCKS, judge, requests
 
 
 class CountingBackend:
@@ -215,3 +216,18 @@ def test_gradients_outlive_the_next_replay() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     (shape,) = stack._shapes.values()
     assert [made.forward.replays for made in shape.made] == [10, 10]
+
+
+def test_the_kernel_proof_names_what_replayed_blocks_ran() -> None:
+    model, said = causal_lm(), []  # type: ignore[var-annotated]
+    accelerated = _accelerated(model)
+    _compile(model, accelerated, said)
+    _record(model, accelerated, said)
+    ways = []
+    for _ in range(4):
+        asked = requests(model, accelerated.bindings())
+        _train(model, 1)
+        findings = [f for f in judge(asked, accelerated.report, 0) if f.request.feature == BLOCKS]
+        assert [f.ran for f in findings] == [True, True]
+        ways.append({f.request.binding.way for f in findings})  # type: ignore[union-attr]
+    assert ways == [{"compiled"}, {"compiled"}, {"compiled + CUDA graphs"}, {"compiled + CUDA graphs"}]

@@ -12,7 +12,8 @@ import torch
 from helpers import Plain, assert_engaged, assert_same, causal_lm, collate, documents, fit, loader
 
 from lightning_liger import LigerCallback, Settings, accelerate
-from lightning_liger.compilation.block import CompiledBlock
+from lightning_liger.compilation.block import CompiledBlock, Graphs
+from lightning_liger.proof.report import ProofError
 from lightning_liger.tuning import blocks, candidates, store
 from lightning_liger.tuning.decision import Cost, Plan
 
@@ -183,3 +184,43 @@ def test_sizes_that_are_met_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPa
         graphs.append(len(made))
     # the size of the timing at once, the second after two batches of it, the third not yet
     assert graphs == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_the_kernel_proof_counts_blocks_and_does_not_look_into_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A hook inside of a block would make it run as it is in the very step that is watched."""
+    _prefer(monkeypatch, Plan((), True))
+    callback = LigerCallback(verbose=False, verify="strict", profile=tmp_path / "trace", compile=True)
+    proof = fit(Plain(causal_lm()), loader(), callback).report["proof"]["kernels"]
+    assert (proof["step"], proof["how"], proof["missing"], proof["idle"]) == (3, "profiled", [], [])
+    assert proof["ran"]["blocks"] == [2, 2]
+    assert proof["blocks"] == ["compiled"]
+    assert "blocks 2/2 compiled" in callback.report.proof.kernels.line()
+
+
+def test_blocks_whose_batch_is_not_compiled_yet_are_idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _prefer(monkeypatch, Plan((), True))
+    monkeypatch.setattr(Graphs, "takes", lambda graphs, size: False)
+    callback = LigerCallback(verbose=False, verify="strict", profile=tmp_path / "trace")
+    proof = fit(Plain(causal_lm()), loader(), callback).report["proof"]["kernels"]
+    assert (proof["ran"]["blocks"], proof["missing"]) == ([0, 2], [])
+    assert proof["idle"][0].startswith("blocks on model.model.layers.0: batches of this size were too few")
+
+
+def test_a_block_that_cannot_run_compiled_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm("gemma2")  # its attention cannot be traced
+    with pytest.raises(ProofError, match=r"blocks on model.model.layers.0: .*attention"):
+        fit(Plain(model), loader(), LigerCallback(verbose=False, verify="strict", compile=True))
+
+
+def test_the_first_table_says_from_when_on_blocks_run_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _prefer(monkeypatch, Plan((), True))
+    monkeypatch.setenv("COLUMNS", "300")
+    callback = LigerCallback()
+    ours = fit(Plain(causal_lm()), loader(), callback)
+    assert "2 of 2 blocks, from the next batch on" in capsys.readouterr().out
+    assert (ours.report["decoder_blocks"]["applied"], ours.report["decoder_blocks"]["found"]) == (2, 2)
+    assert callback.report.blocks.rows()[0][1] == "2 of 2 blocks"
