@@ -233,10 +233,12 @@ class StatefulAgreeingLoader(AgreeingLoader):
     def state_dict(self) -> dict[str, Any]:
         """Of all ranks with data of their own, for a checkpoint that one of them writes. A collective."""
         state = None if self._over else self._states.get(self._trained)
-        found: list[Any] = [(self._rank, state)]
+        # ranks that share a batch have parts of their own where they take turns
+        rank = dist.get_rank() if getattr(self.loader, "takes_turns", False) else self._rank
+        found: list[Any] = [(rank, state)]
         if _several_ranks():
             found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, (self._rank, state), group=self._gloo())
+            dist.all_gather_object(found, (rank, state), group=self._gloo())
         states = dict(found)
         return {"ranks": [states[rank] for rank in sorted(states)]}
 
@@ -245,12 +247,14 @@ class StatefulAgreeingLoader(AgreeingLoader):
         Raises:
             ValueError: another number of ranks wrote it.
         """
-        if len(state["ranks"]) != self._ranks:
+        parts = state["ranks"]
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if _several_ranks() else (0, 1)
+        if len(parts) not in (ranks, self._ranks):
             raise ValueError(
-                f"The checkpoint holds the places of {len(state['ranks'])} ranks in their streams, and there are "
-                f"{self._ranks} now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
+                f"The checkpoint holds the places of {len(parts)} ranks in their streams, and there are {self._ranks} "
+                "now: streams cannot be divided anew. Resume on as many ranks, or from weights alone."
             )
-        self._loaded = state["ranks"][self._rank]
+        self._loaded = parts[rank if len(parts) == ranks else self._rank]
         if self._loaded is not None:
             loader: Any = self.loader
             loader.load_state_dict(self._loaded)

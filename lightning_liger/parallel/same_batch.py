@@ -29,9 +29,9 @@ class SameBatch:
 
     def __init__(self, device: torch.device, ranks: Sequence[int]) -> None:
         self._device = device
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
         # over the hosts: nobody waits for a device
-        self._group: Any = _own_group(self._ranks)
+        self.group: Any = _own_group(self.ranks)
 
     def check(self, batch: Any, trainer: Any) -> None:
         """Before a batch is moved to the device. A collective of the group.
@@ -39,14 +39,22 @@ class SameBatch:
         Raises:
             ValueError: the ranks of the group have different batches.
         """
-        mine = torch.tensor([fingerprint(batch), self._randomness()], dtype=torch.int64)
-        both = torch.cat([mine, -mine])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        agreed = both[:2] == -both[2:]
-        if not agreed[0]:
-            raise ValueError(_explanation(self._ranks, trainer))
-        if not agreed[1]:
+        same, alike = self._agree(fingerprint(batch), self._randomness())
+        if not same:
+            raise ValueError(_explanation(self.ranks, trainer))
+        if not alike:
             self.share_randomness()
+
+    def agree(self, value: int) -> bool:
+        """Whether all ranks of the group have this value. A collective of the group."""
+        return self._agree(value)[0]
+
+    def _agree(self, *values: int) -> list[bool]:
+        mine = torch.tensor(values, dtype=torch.int64)
+        both = torch.cat([mine, -mine])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+        largest, smallest = both[: len(values)], -both[len(values) :]
+        return (largest == smallest).tolist()
 
     def share_randomness(self) -> None:
         """Go on from the random state of the group's first rank, wherever numbers come from. A collective of the group.
@@ -59,7 +67,7 @@ class SameBatch:
             torch.get_rng_state(),
             torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         ]
-        dist.broadcast_object_list(states, src=self._ranks[0], group=self._group)
+        dist.broadcast_object_list(states, src=self.ranks[0], group=self.group)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

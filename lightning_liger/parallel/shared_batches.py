@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_liger.parallel.divisible import SequenceReport, check_divisible
 from lightning_liger.parallel.mesh import BATCH, DATA, SEQUENCE, sequence_mesh
 from lightning_liger.parallel.same_batch import SameBatch
+from lightning_liger.parallel.turns import Turns, take_turns
 from lightning_liger.parallel.user_samplers import divide_by_groups
 from lightning_liger.report import PaddingReport
 from lightning_liger.sequence import SequenceGroup
+from lightning_liger.trainers import liger_callback
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -114,9 +116,16 @@ class SharedBatches(_Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        if self._shares:
+        if self._shares and self._same_batch is not None:
             divide_by_groups(dataloader, self.world_size, self.global_rank, **self.distributed_sampler_kwargs)
+            take_turns(dataloader, Turns(self._same_batch, lambda: self._note_turns(dataloader)))
         return dataloader
+
+    def _note_turns(self, loader: Any) -> None:
+        assert self.lightning_module is not None
+        liger_callback(self.lightning_module.trainer).report.note(
+            f"{type(loader.dataset).__name__} divides itself among all ranks: those that share a batch read it by turns"
+        )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._same_batch is not None and self._shares:

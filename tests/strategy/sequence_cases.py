@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from resuming import Batches, Hard
 from runs import QUIET, RANK, WORLD, distance, raised, report_of, whole
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import SumMetric
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
@@ -284,13 +285,6 @@ def resumed_with_other_groups() -> None:
 # -- a group has one batch, and one sequence of random numbers ---------------------------------------------------------
 
 
-class ByRank(IterableDataset[Any]):
-    """Divides itself among all processes, as streams do."""
-
-    def __iter__(self) -> Any:
-        yield from modules.rows(16)[RANK::WORLD]
-
-
 @case
 def batches_that_differ_in_a_group() -> None:
     shuffled: Any = modules.rows(16)
@@ -302,10 +296,60 @@ def batches_that_differ_in_a_group() -> None:
         text
     )
     assert "RandomSampler draws" in text and "use_distributed_sampler=True" in text and "seed_everything" in text, text
-    stream = DataLoader(ByRank(), batch_size=2, collate_fn=modules.collate)
+    counted: Any = Stream(RANK, WORLD)
+    counted.__class__ = type("Counted", (Stream,), {"__len__": lambda self: 4})
+    stream = DataLoader(counted, batch_size=2, collate_fn=modules.collate)
     text = raised(ValueError, lambda: fit(modules.InInit(), stream, 4))
-    assert "ByRank divides its stream by rank" in text and "distributed_sampler_kwargs" in text, text
+    assert "Counted divides its stream by rank" in text and "distributed_sampler_kwargs" in text, text
     say("batches that differ in a group are an error")
+
+
+class Stream(IterableDataset[Any]):
+    """Divides itself among as many ranks as it is told, as streams do; knows where it is."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.at = rank, ranks, 0
+
+    def __iter__(self) -> Any:
+        rows, start = modules.rows(16)[self.rank :: self.ranks], self.at
+        for self.at, row in enumerate(rows[start:], start + 1):
+            yield row
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Sums(modules.InInit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch["input_ids"].sum(1).tolist()
+        return self.model(**batch).loss
+
+
+@case
+def streams() -> None:
+    everything = sorted(int(row.sum()) for row in modules.rows(16))
+    for by, ranks in ((RANK, WORLD), (RANK // 2, WORLD // 2)):
+        run = fit(module := Sums(), DataLoader(Stream(by, ranks), batch_size=2, collate_fn=modules.collate), 2)
+        seen = everywhere(module.seen)
+        assert seen[0] == seen[1] and seen[2] == seen[3] and sorted(seen[0] + seen[2]) == everything, seen
+        assert any("by turns" in note for note in report_of(run)["notes"]) == (ranks == WORLD)
+        data = StatefulDataLoader(Stream(by, ranks), batch_size=1, collate_fn=modules.collate)
+        budget = {"max_tokens_per_batch": 24}
+        with saved(2) as (folder, saver):
+            fit(first := Sums(), data, 2, liger=budget, callbacks=[saver], enable_checkpointing=True, max_steps=2)
+            data = StatefulDataLoader(Stream(by, ranks), batch_size=1, collate_fn=modules.collate)
+            fit(rest := Sums(), data, 2, liger=budget, ckpt_path=folder / "step=2.ckpt")
+        seen = everywhere(first.seen + rest.seen)
+        assert seen[0] == seen[1] and len(set(seen[0] + seen[2])) == len(seen[0] + seen[2]), seen
+        say(f"a stream divided among {ranks} is read once, batches by tokens and a resume among them")
 
 
 class Noisy(modules.InInit):
