@@ -21,6 +21,7 @@ from lightning_liger.choices import (
     HeadBackend,
     KernelChoice,
     LossNormalization,
+    OptimizerStateDtype,
     Overlong,
     Verify,
 )
@@ -36,6 +37,8 @@ from lightning_liger.foreign_strategies import (
 from lightning_liger.head.pending import settle_pending
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.meter.meter import Meter
+from lightning_liger.optim.clipping import ClippingInStep
+from lightning_liger.optim.taking import take_over_plain
 from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
 from lightning_liger.printing import printable
@@ -90,6 +93,8 @@ class LigerCallback(_Base):
         overlong: ``"error"``, ``"truncate"``, ``"skip"`` or ``"own_batch"``.
         loss_normalization: ``"batch"`` or ``"tokens"``.
         shape_buckets: ``"auto"``, True, False, or a list of sizes in tokens.
+        optimizer_state_dtype: ``"bf16"``: both moments of AdamW in bf16, rounded stochastically.
+        fused_optimizer: ``"auto"``, True or False: one launch for the whole step of AdamW, clipping included.
         bf16: Refuse fp16 and fp64 ``precision=``; ``False`` accepts any.
         verify: ``"off"``, ``"warn"`` or ``"strict"``: prove that what was applied ran, and computes the same.
         profile: A directory that keeps the trace of one training step.
@@ -118,6 +123,8 @@ class LigerCallback(_Base):
         overlong: Overlong = "error",
         loss_normalization: LossNormalization = "batch",
         shape_buckets: bool | Auto | Sequence[int] = "auto",
+        optimizer_state_dtype: OptimizerStateDtype | None = None,
+        fused_optimizer: bool | Auto = "auto",
         bf16: bool = True,
         verify: Verify = "warn",
         profile: str | Path | None = None,
@@ -138,6 +145,8 @@ class LigerCallback(_Base):
             overlong=overlong,
             loss_normalization=loss_normalization,
             shape_buckets=shape_buckets,
+            optimizer_state_dtype=optimizer_state_dtype,
+            fused_optimizer=fused_optimizer,
             bf16=bf16,
             verify=verify,
             profile=profile,
@@ -169,6 +178,9 @@ class LigerCallback(_Base):
             self._apply(trainer, pl_module)
             self._handle().runs.waits = stage == "fit"
             strategy_setup(trainer)
+            if stage == "fit":
+                chosen = self.settings
+                take_over_plain(trainer, chosen.optimizer_state_dtype, chosen.fused_optimizer, self.report.optimizer)
 
         def to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
             moved = batch_to_device(batch, *args, **kwargs)
@@ -207,6 +219,7 @@ class LigerCallback(_Base):
         self._hooks = [] if self._batches is None else [self._batches, DeepSpeedSamples(self._batches.report)]
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
+        self._hooks.append(ClippingInStep(self.report.optimizer, self._wrapped.wrap))
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(BlockTuning(lambda: self._handle().runs))
         could_compile = self.settings.padding_free and self.settings.compile is False

@@ -16,3 +16,4 @@ CompileChoice = bool | Literal["auto", "cudagraphs"]
 KernelChoice = bool | Auto | Mapping[str, bool | Auto]
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
+OptimizerStateDtype = Literal["bf16"]

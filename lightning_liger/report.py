@@ -12,6 +12,7 @@ from lightning_liger.calls import BackboneCalls, HeadCalls
 from lightning_liger.compilation.report import BlocksReport
 from lightning_liger.data.report import BatchingReport
 from lightning_liger.kernels.report import KernelReport
+from lightning_liger.optim.report import OptimizerReport
 from lightning_liger.printing import table
 from lightning_liger.proof.report import ProofReport
 
@@ -189,6 +190,7 @@ class Report:
     head: HeadReport = field(default_factory=lambda: HeadReport("Fused LM head + loss"))
     kernels: KernelReport = field(default_factory=KernelReport)
     blocks: BlocksReport = field(default_factory=BlocksReport)
+    optimizer: OptimizerReport = field(default_factory=OptimizerReport)
     sharding: ShardingReport | None = None
     sequence: SequenceReport | None = None
     memory: dict[str, Any] = field(default_factory=dict)
@@ -217,6 +219,7 @@ class Report:
             "fused_head": self.head.to_dict(),
             "kernels": self.kernels.to_dict(),
             "decoder_blocks": self.blocks.to_dict(),
+            "optimizer": self.optimizer.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "sequence_parallel": None if self.sequence is None else asdict(self.sequence),
             "memory_plan": dict(self.memory),
@@ -253,6 +256,7 @@ class Report:
             (self.head.title, _where(self.head, "head"), self._head_did()),
             *self.kernels.rows(),
             *self.blocks.rows(),
+            *self.optimizer.rows(),
             *(part.row() for part in (self.sharding, self.sequence) if part is not None),
             *self.batching.rows(),
             *self.proof.rows(),
@@ -297,6 +301,7 @@ class Report:
             lines
             + self.kernels.reasons()
             + self.blocks.reasons()
+            + self.optimizer.reasons()
             + self.batching.reasons()
             + self.proof.reasons()
             + self.notes

@@ -16,6 +16,7 @@ from lightning_liger.choices import (
     HeadBackend,
     KernelChoice,
     LossNormalization,
+    OptimizerStateDtype,
     Overlong,
     Verify,
 )
@@ -60,6 +61,12 @@ class Settings:
             layers and CUDA graphs are made once and not for every batch. ``"auto"``: where decoder layers are compiled;
             True: wherever padding is removed; False: never; a list of sizes in tokens, such as ``[4096, 8192, 16384]``:
             the next of these (beyond the largest: multiples of it).
+        optimizer_state_dtype: ``"bf16"`` keeps both moments of ``torch.optim.AdamW`` and ``Adam`` in bf16, rounded
+            stochastically, beside weights in whatever dtype they have: 4 bytes a parameter instead of 8. None leaves the
+            state as the optimizer makes it. See docs/optimizers.md.
+        fused_optimizer: One launch for the whole step of ``AdamW`` and ``Adam``, clipping by norm included. ``"auto"``: on a
+            CUDA device, for fp32 parameters, where the optimizer's author left the implementation open (neither
+            ``foreach`` nor ``fused`` given); True: also where they chose one; False: the optimizer's own step.
         bf16: Hold the bf16 policy: parameters and optimizer state stay fp32 (or bf16 by the user's choice), compute is
             fp32 or bf16, and loss-scaled fp16 or fp64 precision is an error. ``False`` accepts any ``precision=``.
         verify: Prove that what was applied ran in an early training step, and that the first batch's loss and gradients
@@ -87,6 +94,8 @@ class Settings:
     overlong: Overlong = "error"
     loss_normalization: LossNormalization = "batch"
     shape_buckets: bool | Auto | Sequence[int] = "auto"
+    optimizer_state_dtype: OptimizerStateDtype | None = None
+    fused_optimizer: bool | Auto = "auto"
     bf16: bool = True
     verify: Verify = "warn"
     profile: str | Path | None = None
@@ -111,6 +120,13 @@ class Settings:
         object.__setattr__(self, "shape_buckets", _sizes(self.shape_buckets))
         if self.shape_buckets not in (False, "auto") and not self.padding_free:
             raise ValueError("shape_buckets=... is about batches without padding, but padding_free=False.")
+        check_state_dtype(self.optimizer_state_dtype)
+        if not isinstance(self.fused_optimizer, bool):
+            _one_of("fused_optimizer", self.fused_optimizer, ("auto",))
+        if self.fused_optimizer is False and self.optimizer_state_dtype is not None:
+            raise ValueError(
+                "optimizer_state_dtype=... steps for the optimizer, but fused_optimizer=False forbids that."
+            )
         _one_of("verify", self.verify, get_args(Verify))
         if self.profile is not None and (not isinstance(self.profile, (str, Path)) or not str(self.profile)):
             raise ValueError(f"profile={self.profile!r}: expected a directory for the trace of one training step.")
@@ -153,6 +169,12 @@ def _sizes(choice: Any) -> Any:
     raise ValueError(
         f"shape_buckets={choice!r}: expected True, False, 'auto' or a list of sizes in tokens, such as [4096, 8192]."
     )
+
+
+def check_state_dtype(value: object) -> None:
+    """Raise ``ValueError`` for an ``optimizer_state_dtype`` that does not exist."""
+    if value is not None and value not in get_args(OptimizerStateDtype):
+        raise ValueError(f"optimizer_state_dtype={value!r}: expected 'bf16', or None for the optimizer's own.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

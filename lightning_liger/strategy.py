@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.nn as nn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_liger.choices import ActivationCheckpointing, Auto
+from lightning_liger.choices import ActivationCheckpointing, Auto, OptimizerStateDtype
 from lightning_liger.head.apply import lazy_heads
 from lightning_liger.parallel.audit import audit, explain_mixture
 from lightning_liger.parallel.blocks import find_blocks
@@ -31,6 +31,7 @@ from lightning_liger.parallel.shard import already_sharded, foreign_parts, resto
 from lightning_liger.parallel.shared_batches import SharedBatches
 from lightning_liger.parallel.stepping import Stepping
 from lightning_liger.precision import DTypes, PolicyPrecision, store_parameters
+from lightning_liger.settings import check_state_dtype
 from lightning_liger.trainers import evaluate_without_inference_mode, keep_the_order_of_data, liger_callback
 from lightning_liger.trees import installed_trees
 
@@ -65,6 +66,8 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
         prefetch: how many blocks to gather ahead; 0 leaves FSDP its own one.
         gather_in_evaluation: gather the whole model once per evaluation loop, so that ``generate()`` and passes on single
             ranks need no other rank; ``"auto"`` where memory allows.
+        optimizer_state_dtype: ``"bf16"`` keeps both moments of AdamW and Adam in bf16, rounded stochastically, beside fp32
+            master weights; also an option of the callback.
         state_dict_type: ``"full"`` saves an ordinary checkpoint file, which loads without this package; rank 0 needs
             host memory for all of it. ``"sharded"`` saves a directory that every rank writes its part of.
         async_save: write checkpoints while training goes on.
@@ -86,6 +89,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
         weights: str = "auto",
         prefetch: int = 0,
         gather_in_evaluation: bool | Auto = "auto",
+        optimizer_state_dtype: OptimizerStateDtype | None = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -104,6 +108,8 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
         self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
         self.init_memory(activation_checkpointing, reshard_after_forward, weights, prefetch, gather_in_evaluation)
         self.init_shared_batches(sequence_parallel_size)
+        check_state_dtype(optimizer_state_dtype)
+        self._optimizer_state_dtype = optimizer_state_dtype
         self._replicate_size = replicate_size
         self._offload = offload
         self._watch: FailureWatch | None = None

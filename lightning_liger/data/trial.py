@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from lightning_liger.data.randomness import random_numbers_untouched
 from lightning_liger.data.untouched import module_untouched, nothing_logged
 from lightning_liger.device_memory import free_bytes
 from lightning_liger.head.pending import settle_pending
+from lightning_liger.optim.adamw import fused_step_of
 from lightning_liger.trees import is_deepspeed
 
 # Of the memory that this process can have: the rest is for what libraries take beside PyTorch, later than the trials do.
@@ -186,10 +187,10 @@ def _gradients(trainer: Any) -> int:
     return _bytes(missing, trainer.strategy.root_device)
 
 
-def _bytes(values: list[tuple[torch.nn.Parameter, int]], device: torch.device) -> int:
+def _bytes(values: Sequence[tuple[torch.nn.Parameter, float]], device: torch.device) -> int:
     """Of so many tensors like each parameter, as far as they are on the device."""
     local = [(p.to_local() if isinstance(p, DTensor) else p, number) for p, number in values]
-    return sum(number * p.numel() * p.element_size() for p, number in local if p.device.type == device.type)
+    return round(sum(number * p.numel() * p.element_size() for p, number in local if p.device.type == device.type))
 
 
 def _optimizer_state(trainer: Any) -> int:
@@ -197,15 +198,18 @@ def _optimizer_state(trainer: Any) -> int:
 
     Two values per parameter, as Adam has, or SGD's; Adam's as well where optimizers are not made yet.
     """
-    wanted = [(p, 2) for p in trainer.lightning_module.parameters() if p.requires_grad]
+    wanted: list[tuple[torch.nn.Parameter, float]] = [
+        (p, 2) for p in trainer.lightning_module.parameters() if p.requires_grad
+    ]
     if trainer.optimizers:
         wanted = [(p, n) for optimizer in trainer.optimizers for p, n in _values_to_come(optimizer)]
     return _bytes(wanted, trainer.strategy.root_device)
 
 
-def _values_to_come(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]:
+def _values_to_come(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, float]]:
+    fused = fused_step_of(optimizer)
     for group in optimizer.param_groups:
         values = int(bool(group["momentum"])) if isinstance(optimizer, torch.optim.SGD) else 2
         for p in group["params"]:
             if p.requires_grad and not optimizer.state.get(p):
-                yield p, values
+                yield p, values if fused is None else fused.moment_bytes(p) / p.element_size()

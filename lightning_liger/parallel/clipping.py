@@ -59,9 +59,35 @@ def grad_norm(module: nn.Module, norm_type: float | str = 2.0, group_separator: 
     return {**values, f"grad_{p}_norm_total": float(torch.linalg.vector_norm(norms, p))}
 
 
+@torch.no_grad()
 def global_norm(grads: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The ``p``-norm of all gradients as if none were sharded: fp32, ``()``; zero for no gradients. A collective."""
-    return torch.linalg.vector_norm(each_norm(list(grads), norm_type), norm_type)
+    """The ``p``-norm of all gradients as if none were sharded: fp32, ``()``; zero for no gradients. A collective.
+
+    One all-reduce of one number for each arrangement of ranks and each of its dimensions that shards.
+    """
+    infinite = norm_type == float("inf")
+    arranged: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    grads = list(grads)
+    for grad in grads:
+        arranged.setdefault(_sharded_over(grad), []).append(_local(grad))
+    device = _device_of(grads)
+    found = []
+    for (mesh, dimensions), locals_ in arranged.items():
+        # a rank may hold no row of a small parameter
+        held = [g for g in locals_ if g.numel()]
+        norms = torch._foreach_norm(held, norm_type, dtype=torch.float32) if held else []
+        whole = torch.stack([n.to(device) for n in norms] or [torch.zeros((), device=device)])
+        power = torch.linalg.vector_norm(whole, norm_type, dtype=torch.float32)
+        power = power if infinite else power.pow(norm_type)
+        for dimension in dimensions:
+            assert mesh is not None
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(power, operation, group=mesh.get_group(dimension))
+        found.append(power)
+    if not found:
+        return torch.zeros((), dtype=torch.float32)
+    together = torch.stack(found)
+    return together.max() if infinite else together.sum().pow(1.0 / norm_type)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lightning_liger.optim.taking import state_bytes
 from lightning_liger.parallel.activations import Activations
 from lightning_liger.parallel.selecting import Selection
 
@@ -300,6 +301,10 @@ def optimizer_bytes(optimizers: Sequence[Any]) -> tuple[int, int, list[str]]:
     state = temporaries = 0
     unknown = []
     for optimizer in optimizers:
+        ours = state_bytes(optimizer)
+        if ours is not None:
+            state += ours
+            continue
         factor, known = state_factor(optimizer)
         sizes = [
             (p.to_local() if isinstance(p, DTensor) else p).nbytes for g in optimizer.param_groups for p in g["params"]

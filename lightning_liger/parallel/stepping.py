@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from lightning_liger.choices import OptimizerStateDtype
+from lightning_liger.optim.adamw import fused_step_of
+from lightning_liger.optim.taking import take_over
 from lightning_liger.parallel.audit import check_managed
 from lightning_liger.parallel.gradients import (
     UnshardedGradients,
@@ -21,6 +24,7 @@ from lightning_liger.parallel.gradients import (
 from lightning_liger.parallel.optimizer_trial import check_takes_shards
 from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
 from lightning_liger.parallel.shard import Sharding, reshard
+from lightning_liger.trainers import liger_callback
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
@@ -33,6 +37,7 @@ Before = list[tuple["weakref.ref[nn.Parameter]", str]]
 class Stepping(_Base):
     """Optimizers over shards, gradients that are reduced once, and nothing gathered that is out of date."""
 
+    _optimizer_state_dtype: OptimizerStateDtype | None = None
     _sharding = Sharding()
     _unsharded_gradients: UnshardedGradients | None = None
     _inside_manual_step = False
@@ -67,10 +72,14 @@ class Stepping(_Base):
         named = dict(self._root.named_parameters())
         current = {id(p): named[name] for reference, name in before if (p := reference()) is not None and name in named}
         replace_stale(self.optimizers, current)
+        callback = liger_callback(self._root.trainer)
+        chosen = self._optimizer_state_dtype or callback.settings.optimizer_state_dtype
+        take_over(self.optimizers, chosen, callback.settings.fused_optimizer, callback.report.optimizer, sharded=True)
         for optimizer in self.optimizers:
-            use_fused(optimizer)
-            no_mixed_lists(optimizer)
-            check_takes_shards(optimizer)
+            if fused_step_of(optimizer) is None:
+                use_fused(optimizer)
+                no_mixed_lists(optimizer)
+                check_takes_shards(optimizer)
             # what is gathered when an optimizer steps holds the values of before
             optimizer.register_step_post_hook(lambda *_: self._after_step())
 

@@ -22,6 +22,7 @@ GROUPS = {
         "test_litgpt.py",
         "test_plain_decoders.py",
         "test_options.py",
+        "test_adam_kernel.py",
     ),
     "company": (
         "test_copies.py",

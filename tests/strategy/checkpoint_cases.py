@@ -16,6 +16,7 @@ import modules
 import optimizer_cases
 import pytest
 import pytorch_lightning as pl
+import state_cases
 import torch
 import torch.distributed as dist
 from case_tools import CASES, KINDS, ROOT, at, case, fit, plain, same, say
@@ -291,7 +292,7 @@ def names() -> None:
 
 
 def main() -> None:
-    assert adapter_cases and export_cases and failure_cases and optimizer_cases  # have added theirs
+    assert adapter_cases and export_cases and failure_cases and optimizer_cases and state_cases  # have added theirs
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)

@@ -100,6 +100,30 @@ def ordinary_file() -> None:
     same(sharded_run(ckpt_path=str(ROOT / "plain-0" / "step=3.ckpt")), 3, "plain Lightning's file resumed sharded")
 
 
+BF16 = {"optimizer_state_dtype": "bf16"}
+NEAR = 2e-3  # what rounding of moments makes of eight steps of 1e-2
+
+
+@case("two")
+def bf16_state() -> None:
+    for kind in ("full", "sharded"):
+        run = sharded_run(f"bf16-{kind}", kind, strategy=BF16)
+        found = distance(run.parameters, torch.load(ROOT / "uninterrupted.pt")["parameters"])
+        assert found < NEAR, found
+        say(f"bf16 state, {kind}: weights {found:.1e} of those with fp32 state")
+
+
+@case("one")
+def bf16_state_on_one() -> None:
+    """Its noise is another one there: shards are."""
+    for kind in ("full", "sharded"):
+        run = sharded_run(None, kind, strategy=BF16, ckpt_path=ckpt(f"bf16-{kind}", 3))
+        found = distance(run.parameters, torch.load(ROOT / "uninterrupted.pt")["parameters"])
+        state = run.trainer.optimizers[0].state.values()
+        assert found < NEAR and {s["exp_avg_sq"].dtype for s in state} == {torch.bfloat16}, found
+        say(f"bf16 state, {kind}, saved on 2 resumed on 1: weights {found:.1e}")
+
+
 @case("one")
 def on_one() -> None:
     for kind in ("full", "sharded"):

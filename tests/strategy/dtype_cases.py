@@ -21,7 +21,7 @@ from runs import (
     whole,
 )
 
-from lightning_liger import LigerFSDPStrategy
+from lightning_liger import LigerCallback, LigerFSDPStrategy
 
 
 @case
@@ -96,7 +96,8 @@ def adam_is_fused_where_it_may_be() -> None:
     for fused in (None, False):
         module = Adam()
         module.fused = fused
-        run = train(module, WORLD, LigerFSDPStrategy(bf16=False), [])
+        callback = LigerCallback(verbose=False, fused_optimizer=False)
+        run = train(module, WORLD, LigerFSDPStrategy(bf16=False), [callback])
         expected = fused if fused is not None else (True if ACCELERATOR == "gpu" else None)
         assert run.trainer.optimizers[0].param_groups[0]["fused"] is expected
         parameters.append(run.parameters)

@@ -43,8 +43,8 @@ def ran(done: subprocess.CompletedProcess[str]) -> int:
 @pytest.mark.timeout(400)
 @ACCELERATORS
 def test_resuming_on_two_one_and_two(accelerator: str, tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_worker.py", accelerator, "two", str(tmp_path))) == 14
-    assert ran(launch("checkpoint_worker.py", accelerator, "one", str(tmp_path), processes=1)) == 4
+    assert ran(launch("checkpoint_worker.py", accelerator, "two", str(tmp_path))) == 16
+    assert ran(launch("checkpoint_worker.py", accelerator, "one", str(tmp_path), processes=1)) == 6
     assert ran(launch("checkpoint_worker.py", accelerator, "two_again", str(tmp_path))) == 6
 
 
@@ -52,7 +52,7 @@ def test_resuming_on_two_one_and_two(accelerator: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @ACCELERATORS
 def test_what_is_around_checkpoints(accelerator: str, tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 55
+    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 62
 
 
 def read(path: Path) -> dict[str, Any]:
