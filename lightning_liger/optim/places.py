@@ -42,4 +42,6 @@ def noise_key(parameter: Tensor, number: int) -> int:
 
 
 def _split(parameter: DTensor) -> list[int]:
-    return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    """Dimensions of its mesh whose ranks hold different parts."""
+    sizes = parameter.device_mesh.shape
+    return [i for i, placement in enumerate(parameter.placements) if sizes[i] > 1 and not placement.is_replicate()]

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from case_tools import KINDS, at, case, fit, plain, same, say, strategy
 from resuming import DEVICE, WORLD, Hard, distance, mean_over_ranks, train, worst
 from torch.distributed.tensor import DTensor
 
 from lightning_liger import LigerCallback
+from lightning_liger.kernels.device import interpreted
 from lightning_liger.optim.adamw import fused_step_of
 from lightning_liger.optim.places import local
 
@@ -38,7 +40,8 @@ def bf16_state_over_shards() -> None:
     assert any(isinstance(m, DTensor) for m in held)
     optimizer = found.trainer.optimizers[0]
     assert {p.dtype for p in optimizer.state} == {torch.float32}
-    assert fused_step_of(optimizer) is not None
+    step = fused_step_of(optimizer)
+    assert step is not None and step.kernel == (DEVICE.type == "cuda" or interpreted())
     callback = next(c for c in found.trainer.callbacks if isinstance(c, LigerCallback))
     plan = callback.report.memory
     ours = [local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -79,6 +82,38 @@ def bf16_state_in_host_memory() -> None:
         say("bf16 state in host memory")
     else:
         say("bf16 state in host memory: not without a GPU")
+
+
+def differs_between_ranks(tensors: list[Any]) -> float:
+    mine = torch.cat([local(t).double().flatten() for t in tensors])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    found = (mine - first).abs().max()
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+@case
+def bf16_state_of_copies_is_rounded_alike() -> None:
+    """Ranks that hold the same entries would drift apart by their noise."""
+    runs = {
+        "copies of liger_fsdp": fit(Hard(), strategy={**BF16, "replicate_size": WORLD}, gradient_clip_val=0.5),
+        "DDP": train(
+            Hard(),
+            ranks=WORLD,
+            strategy="ddp_find_unused_parameters_true",
+            callbacks=[LigerCallback(verbose=False, **BF16)],
+            gradient_clip_val=0.5,
+        ),
+    }
+    for name, run in runs.items():
+        assert {m.dtype for m in moments(run)} == {torch.bfloat16}
+        optimizer = run.trainer.optimizers[0]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert differs_between_ranks(held) == 0.0 and differs_between_ranks(moments(run)) == 0.0, name
+    apart = distance(*(run.parameters for run in runs.values()))
+    assert apart < 1e-5, apart  # the same noise in both
+    say(f"bf16 state of copies: alike on all ranks; liger_fsdp beside DDP {apart:.1e}")
 
 
 @case

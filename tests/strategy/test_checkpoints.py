@@ -52,11 +52,19 @@ def test_resuming_on_two_one_and_two(accelerator: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @ACCELERATORS
 def test_what_is_around_checkpoints(accelerator: str, tmp_path: Path) -> None:
-    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 62
+    assert ran(launch("checkpoint_cases.py", accelerator, "all", str(tmp_path))) == 63
 
 
 def read(path: Path) -> dict[str, Any]:
     return sharded.read(path, {}, weights_only=True) if path.is_dir() else single.read(path, weights_only=True)
+
+
+# Starting two processes is most of the time: what a kernel does with shards is asked of the same cases, interpreted.
+def test_the_optimizers_kernel_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cases = ("bf16_state_over_shards", "bf16_state_of_copies_is_rounded_alike")
+    assert ran(launch("checkpoint_cases.py", "cpu", "all", str(tmp_path), *cases)) == 2
 
 
 def _free_port() -> int:
