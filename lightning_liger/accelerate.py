@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from lightning_liger.choices import CompileChoice
 from lightning_liger.head.apply import LazyHead, LazyTokenHead
 from lightning_liger.head.finding import find_heads, trains_tokens
 from lightning_liger.kernels.apply import Kernels
@@ -30,6 +31,7 @@ from lightning_liger.padding.plain_decoder.decoder import (
 from lightning_liger.padding.plain_decoder.finding import Decoder, find_decoders
 from lightning_liger.padding.plain_decoder.parts import PackedPart
 from lightning_liger.padding.probe import Verdict, packing_verdict
+from lightning_liger.padding.slicing import why_not_sliced
 from lightning_liger.patching import (
     Binding,
     BypassedGenerate,
@@ -70,11 +72,27 @@ class Accelerated:
         self.buckets = ShapeBuckets(settings.shape_buckets)
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
-        self.runs = BlockRuns(settings.compile, self.report, self._switch, self.buckets, self._keep)
+        self.runs = BlockRuns(self._compile(), self.report, self._switch, self.buckets, self._keep)
         # weak, all of them: this object is a value in the registry, and would keep its own key alive
         self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def _compile(self) -> CompileChoice:
+        """The ``compile`` option, where blocks run alike on every rank.
+
+        Raises:
+            ValueError: it is asked for where it cannot be had.
+        """
+        choice = self.settings.compile
+        if self.sequence is None or choice is False:
+            return choice
+        if choice != "auto":
+            raise ValueError(
+                f"compile={choice!r} does not work together with sequence_parallel_size: what ranks exchange in attention "
+                "is not compiled. Set compile=False, or 'auto'."
+            )
+        return False
 
     @property
     def is_active(self) -> bool:
@@ -170,6 +188,8 @@ class Accelerated:
                 report.refuse(f"{type(backbone).__name__} {_COMPILED}")
                 continue
             verdict = Verdict(None, refused[backbone]) if backbone in refused else packing_verdict(backbone)
+            if self.sequence is not None and verdict.positions is not None and (why := why_not_sliced(backbone)):
+                verdict = Verdict(None, f"sequence parallel: {why}")
             if verdict.positions is None:
                 report.refuse(verdict.reason)
                 self._bind(backbone, CountedBackbone, report)
@@ -179,7 +199,7 @@ class Accelerated:
             for layer in attention_layers(backbone):
                 self._bind(layer, PackedAttention)
             arguments = (self.book, report, self.settings.attention, verdict, self.buckets, self.runs.before_call)
-            self._bind(backbone, PackedBackbone, *arguments)
+            self._bind(backbone, PackedBackbone, *arguments, self.sequence)
             self.runs.add(backbone)
             report.applied += 1
             report.name(type(backbone).__name__)

@@ -194,6 +194,7 @@ def _same_rows(views: list[View]) -> bool:
         and _same(v.source.row_of, first.source.row_of)
         and (v.source.plain is None) == (first.source.plain is None)
         and v.source.rows.shape[0] == first.source.rows.shape[0]
+        and v.source.sequence == first.source.sequence
         for v in views[1:]
     )
 

@@ -47,17 +47,23 @@ class _JoinedPlain(PlainSource):
 
 def one_source(views: list[View]) -> tuple[Source, list[Tensor]]:
     """One source that holds the rows of all views (same head), and each view's position map into it."""
-    sources: list[Source] = list({id(v.source): v.source for v in views}.values())
-    if len(sources) == 1:
-        return sources[0], [v.position for v in views]
+    found: dict[int, Source] = {id(v.source): v.source for v in views}
+    if len(found) == 1:
+        return views[0].source, [v.position for v in views]
+    together = len({s.sequence for s in found.values()}) == 1
+    sources = list(found.values()) if together else [s.whole() for s in found.values()]
+    each = sum(s.rows.shape[0] for s in sources)
     starts, rows_before = {}, 0
     positions_before = 0
     row_of = []
-    for s in sources:
-        starts[id(s)] = positions_before
+    for name, s in zip(found, sources, strict=True):
+        starts[name] = positions_before
         row = s.root.reshape(-1) if s.row_of is None else s.row_of
-        row_of.append(torch.where(row < 0, row, row + rows_before))
-        rows_before += s.rows.shape[0]
+        count = s.rows.shape[0]
+        # where rows are divided, each rank has its own of one source after the other
+        place = row if s.sequence is None else row // count * each + row % count
+        row_of.append(torch.where(row < 0, row, place + rows_before))
+        rows_before += count
         positions_before += row.numel()
     padded = any(s.plain is not None for s in sources)
     joined = replace(

@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_any, tree_map_only
 
 from lightning_liger.head.memory import detached, share_memory, version_of
+from lightning_liger.head.padded_gradients import reaches_padding, through_the_padded_run
 from lightning_liger.head.pending import NEWCOMERS, note_pending
 from lightning_liger.head.view import Head, PlainSource, Source, View
 from lightning_liger.mirrored import arange
+from lightning_liger.sequence import SequenceGroup
 
 __all__ = ["HANDLERS", "Handler", "Head", "LazyRows", "PlainSource", "Source", "View", "handles", "lazy"]
 
@@ -39,8 +41,8 @@ class _Lazify(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         view: View = ctx.view
         needs = ctx.needs_input_grad[1:]
-        if _reaches_padding(view, grad):
-            _through_the_padded_run(view, grad)
+        if reaches_padding(view, grad):
+            through_the_padded_run(view, grad)
             return (None, *(None for _ in needs))
         if torch.is_grad_enabled():  # create_graph=True: the gradient must itself be differentiable
             wanted = [t for t, need in zip(view.tensors(), needs, strict=True) if need]
@@ -52,30 +54,6 @@ class _Lazify(torch.autograd.Function):
                 dense = view.mapped(lambda t: fresh[id(t)]).dense()
         found = iter(torch.autograd.grad(dense, wanted, grad, allow_unused=True, create_graph=torch.is_grad_enabled()))
         return (None, *(next(found) if need else None for need in needs))
-
-
-def _reaches_padding(view: View, grad: Tensor) -> bool:
-    pads = view.padding()
-    return pads is not None and bool(grad.movedim(view.vdim, -1)[pads].any())
-
-
-def _through_the_padded_run(view: View, grad: Tensor) -> None:
-    """Send ``grad`` through the padded run instead, as reentrant checkpointing does: straight into ``.grad``.
-
-    Gradients came back past ``LazyRows``, so nobody could run the call padded when it was read.
-
-    Raises:
-        RuntimeError: under ``torch.autograd.grad``, which collects nothing from ``.grad``.
-    """
-    what = "a function outside of PyTorch's own operators"
-    if not torch.autograd._is_checkpoint_valid():
-        raise RuntimeError(
-            f"{what} sends gradients to logits or hidden states of padded positions, which torch.autograd.grad and "
-            "backward(inputs=...) cannot collect here. Set padding_free=False for this module."
-        )
-    with torch.enable_grad():
-        dense = view.scored(what).dense()
-    torch.autograd.backward(dense, grad)
 
 
 def lazy(view: View) -> LazyRows:
@@ -148,18 +126,25 @@ class LazyRows(Tensor):
 
     @staticmethod
     def hidden(
-        rows: Tensor, index: Tensor, *, has_pads: bool, plain: PlainSource | None = None, path: tuple[Any, ...] = ()
+        rows: Tensor,
+        index: Tensor,
+        *,
+        has_pads: bool,
+        plain: PlainSource | None = None,
+        path: tuple[Any, ...] = (),
+        sequence: SequenceGroup | None = None,
     ) -> LazyRows:
         """Hidden states of logical shape ``(B, S, H)``.
 
         Args:
             rows: ``(T, H)``; ``index``: ``(B, S)`` row of each position, -1 for padding.
             has_pads: whether ``index`` holds -1 at all (known on the CPU, so nobody has to ask the device).
+            sequence: who has the other rows, where these are ``(T / k, H)``.
         """
         for newcomer in list(NEWCOMERS):
             newcomer.look_for_shards()
         root = arange(index.numel(), index.device).view(index.shape)
-        source = Source(rows, index.reshape(-1), root, plain=plain if has_pads else None, path=path)
+        source = Source(rows, index.reshape(-1), root, None, plain if has_pads else None, path, sequence)
         return lazy(View(source, root, root.dim(), (), rows.dtype))
 
     @staticmethod

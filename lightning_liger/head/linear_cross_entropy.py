@@ -257,6 +257,7 @@ def linear_cross_entropy(
     tail: tuple[TailOp, ...] = (),
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    total: int | None = None,
     dtype: torch.dtype | None = None,
     backend: str = "torch",
     observe: Observer | None = None,
@@ -270,6 +271,7 @@ def linear_cross_entropy(
         tail: element-wise steps after the product.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. The mean of no rows is NaN with zero gradients, as in PyTorch.
+        total: rows that a mean is over; ``N`` by default. Others may have the rest of them.
         dtype: dtype of the products; that of ``rows`` by default. Losses and sums are fp32 at least.
         backend: ``"torch"``; ``"triton"``: one kernel for each chunk's softmax and gradient; ``"liger"``: Liger's own
             fused linear cross entropy. The last two fall back to ``"torch"`` for tails and dtypes they do not know.
@@ -280,15 +282,18 @@ def linear_cross_entropy(
         A scalar, or ``(N,)`` for ``"none"``, in fp32 (fp64 for fp64 rows).
     """
     dtype = dtype or rows.dtype
+    loss: Tensor
     if backend == "liger":
         from lightning_liger.head.liger_backend import liger_linear_cross_entropy, supports
 
         if supports(tail, reduction, dtype):
-            return liger_linear_cross_entropy(rows, weight, bias, target, tail, label_smoothing, reduction, dtype)
-    n = rows.shape[0]
+            how = "sum" if total is not None else reduction
+            loss = liger_linear_cross_entropy(rows, weight, bias, target, tail, label_smoothing, how, dtype)
+            return loss if total is None or reduction != "mean" else loss / total
+    n = rows.shape[0] if total is None else total
     scale = 1.0 / n if reduction == "mean" and n else 1.0
     triton = backend == "triton" and dtype != torch.float64 and scale_and_cap(tail) is not None
-    loss: Tensor = _LinearCrossEntropy.apply(
+    loss = _LinearCrossEntropy.apply(
         rows, weight, bias, target, tail, label_smoothing, scale, reduction == "none", dtype, triton, observe
     )
     # added, so that the gradients of a mean of nothing are zero, as in PyTorch

@@ -18,6 +18,7 @@ from lightning_liger.head.mixing import aligned, given_view, has_head, joined, m
 from lightning_liger.head.observing import observation
 from lightning_liger.head.per_row import Program, per_row
 from lightning_liger.head.rowwise import rowwise
+from lightning_liger.head.shares import share_of
 from lightning_liger.head.sharing import joins_others
 from lightning_liger.head.tail import has_known_slope
 from lightning_liger.head.unsettled import Unsettled
@@ -131,21 +132,7 @@ def _labelled(
         view = view.scored("the loss")
         simple = None if simple is None else replace(simple, source=view.source)
     if simple is not None:
-        head = simple.source.head
-        simple.gather()
-        losses = linear_cross_entropy(
-            simple.rows(position),
-            head.weight,
-            head.bias,
-            labels,
-            tail=simple.tail,
-            label_smoothing=smoothing,
-            reduction=reduction,
-            dtype=head.dtype,
-            backend=head.backend,
-            observe=observation(simple, position),
-        )
-        simple.watch_backward(losses)
+        losses = _fused(simple, position, labels, reduction, smoothing)
     elif reduction == "none":
         (losses,) = per_row(view, position, program, (labels,))
     else:
@@ -159,6 +146,35 @@ def _labelled(
         losses = losses.new_zeros(target.numel()).index_put((keep,), losses).view(target.shape)
     losses = losses.to(_loss_dtype(input))
     return mean_over(losses, keep.numel()) if reduction == "mean" and weight is None else losses
+
+
+def _fused(
+    view: View, position: Tensor, labels: Tensor, reduction: str, smoothing: float, total: int | None = None
+) -> Tensor:
+    """Cross entropy of rows by the one-pass kernels; a mean over ``total`` rows where others have the rest of them."""
+    if (share := share_of(view, position)) is not None:
+        if reduction == "none":
+            (part,) = share.part((labels,))
+            return share.of_all((_fused(share.view, share.position, part, reduction, smoothing),))[0]
+        part = _fused(share.view, share.own_position, share.own_part(labels), reduction, smoothing, share.count)
+        return share.sum(part)
+    head = view.source.head
+    view.gather()
+    losses = linear_cross_entropy(
+        view.rows(position),
+        head.weight,
+        head.bias,
+        labels,
+        tail=view.tail,
+        label_smoothing=smoothing,
+        reduction=reduction,
+        total=total,
+        dtype=head.dtype,
+        backend=head.backend,
+        observe=observation(view, position),
+    )
+    view.watch_backward(losses)
+    return losses
 
 
 def _each_loss(

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_liger.head.collecting import Collected
 from lightning_liger.head.early_gradients import handed_out, refuse_second_derivative
 from lightning_liger.head.plan import Leaf, Plan, Products
+from lightning_liger.head.shares import share_of
 from lightning_liger.head.sums import sum_dtype
 from lightning_liger.head.view import View
 from lightning_liger.mirrored import ordinary
@@ -191,6 +192,11 @@ def per_row(
     Returns:
         The outputs for all ``N`` rows, or ``(sum,)`` with ``scale``.
     """
+    if (share := share_of(view, position)) is not None:
+        if scale is None:
+            return share.of_all(per_row(share.view, share.position, program, share.part(extras)))
+        (part,) = per_row(share.view, share.own_position, program, tuple(map(share.own_part, extras)), scale)
+        return (share.sum(part),)
     position, extras = ordinary((position, extras))
     view.gather()
     with torch.autocast(view.source.device.type, enabled=False):

@@ -22,6 +22,7 @@ from lightning_liger.head.observing import observed
 from lightning_liger.head.per_row import Program, differentiably, grouped, per_row, values, with_gradients
 from lightning_liger.head.plan import Plan, Products
 from lightning_liger.head.readings import Deposit, Loss, NotedLoss, Reading, Readings, named, readings_of
+from lightning_liger.head.shares import share_of
 from lightning_liger.head.view import View
 from lightning_liger.mirrored import ordinary
 
@@ -45,6 +46,8 @@ def read(
             no extras; None if it is not.
         alone: the same by a kernel that shares nothing.
     """
+    if (share := share_of(view, position)) is not None:
+        return share.of_all(read(share.view, share.position, program, what, share.part(extras), key, alone))
     view.gather()
     with torch.autocast(view.source.device.type, enabled=False):
         if alone is not None and not _is_recomputed() and is_alone(view, ordinary(position)):

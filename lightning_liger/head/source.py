@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.rows import take_rows
+from lightning_liger.parallel.exchanges import all_gather, all_sum
 from lightning_liger.report import HeadReport
+from lightning_liger.sequence import SequenceGroup
 
 
 class PlainSource(Protocol):
@@ -77,12 +79,14 @@ class Source:
     """What lazy tensors are views of.
 
     Attributes:
-        rows: ``(N, H)`` hidden rows.
+        rows: ``(N, H)`` hidden rows; where they are divided among ranks, those of this rank.
         row_of: ``(P,)`` int64 row of each padded position, -1 for padding; None when position and row are the same.
+            Rows that are divided are numbered through: rank 0 has the first ``N``.
         root: the position map of the unsliced tensor, ``(B, S)``.
         head: the projection, or None for the hidden states themselves.
         plain: how to get padded positions; None when there are none.
         path: where the hidden states stood in the backbone's output.
+        sequence: among whom the rows are divided.
     """
 
     rows: Tensor
@@ -91,6 +95,7 @@ class Source:
     head: Head | None = None
     plain: PlainSource | None = None
     path: tuple[Any, ...] = ()
+    sequence: SequenceGroup | None = None
 
     @property
     def width(self) -> int:
@@ -106,15 +111,33 @@ class Source:
     def padded(self, value: Tensor) -> Source:
         """The same source over the hidden states of the padded run."""
         value = value if self.rows.requires_grad else value.detach()
-        return replace(self, rows=value.reshape(-1, value.shape[-1]), row_of=None, plain=None)
+        return replace(self, rows=value.reshape(-1, value.shape[-1]), row_of=None, plain=None, sequence=None)
+
+    def whole(self) -> Source:
+        """The same with all rows, of all ranks, on each of them."""
+        if self.sequence is None:
+            return self
+        return replace(self, rows=all_gather(self.rows, self.sequence), sequence=None)
+
+    def take(self, row: Tensor) -> Tensor:
+        """``(*row.shape, H)`` hidden rows by number, on every rank."""
+        if self.sequence is None or not row.numel():
+            return take_rows(self.rows, row)
+        count = self.rows.shape[0]
+        if 2 * row.numel() > count * self.sequence.size:
+            return take_rows(self.whole().rows, row)
+        own = row - self.sequence.rank * count
+        others = (own < 0) | (own >= count)
+        found = take_rows(self.rows, own.clamp(0, count - 1)).masked_fill(others.unsqueeze(-1), 0.0)
+        return all_sum(found, self.sequence)
 
     def hidden_at(self, position: Tensor) -> Tensor:
-        """``(*position.shape, H)`` hidden rows; padding reads as zero."""
+        """``(*position.shape, H)`` hidden rows, on every rank; padding reads as zero."""
         if self.row_of is None:
             whole = position is self.root
             return self.rows.view(*self.root.shape, -1) if whole else take_rows(self.rows, position)
         row = self.row_of[position]
-        hidden = take_rows(self.rows, row.clamp_min(0))
+        hidden = self.take(row.clamp_min(0))
         return hidden if self.plain is None else hidden.masked_fill((row < 0).unsqueeze(-1), 0.0)
 
 

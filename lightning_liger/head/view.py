@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_liger.head.linear_cross_entropy import head_product
-from lightning_liger.head.rows import take_rows
 from lightning_liger.head.source import Given, Head, PlainSource, Source, WeightGathering
 from lightning_liger.head.tail import TailOp, apply_tail
+from lightning_liger.sequence import SequenceGroup
 
 __all__ = ["AnySource", "Given", "Head", "Mix", "PlainSource", "Source", "View"]
 
@@ -72,9 +72,10 @@ class View:
         return isinstance(source, Source) and source.head is None and self.vdim == self.position.dim() and not self.tail
 
     def rows(self, position: Tensor) -> Tensor:
-        """Hidden rows at ``position`` (any shape, no padding among them)."""
+        """Hidden rows at ``position`` (any shape, no padding among them), on every rank."""
         row_of = self.source.row_of
-        return take_rows(self.source.rows, position if row_of is None else row_of[position])
+        found: Tensor = self.source.take(position if row_of is None else row_of[position])
+        return found
 
     # -- the tensors behind it ---------------------------------------------------------------------------------------
 
@@ -90,6 +91,11 @@ class View:
         found: dict[int, Tensor] = {}
         self.mapped(lambda t: found.setdefault(id(t), t))
         return list(found.values())
+
+    @property
+    def sequence(self) -> SequenceGroup | None:
+        """Among whom some of the rows are divided."""
+        return next((s.sequence for s in self.leaves() if isinstance(s, Source) and s.sequence is not None), None)
 
     @property
     def requires_grad(self) -> bool:

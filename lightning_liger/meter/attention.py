@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from lightning_liger.configs import config_value
 from lightning_liger.meter.flops import Attention, Reach
-from lightning_liger.padding.attention import uses_attention_interface
+from lightning_liger.padding.interface import uses_attention_interface
 from lightning_liger.padding.plain_decoder.finding import attends, functions
 
 _OUTPUTS = ("o_proj", "c_proj", "out_proj", "proj", "wo", "out", "to_out", "dense", "output")

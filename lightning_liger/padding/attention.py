@@ -7,8 +7,7 @@ in the call's keyword arguments only: whatever is passed out of band is gone whe
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,9 +23,12 @@ from lightning_liger.padding.backends.errors import PackingError
 from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import Backend
 from lightning_liger.padding.backends.traced import TracedCall, traced_attention
+from lightning_liger.padding.interface import original_function
 from lightning_liger.padding.layout import Layout
+from lightning_liger.parallel.ulysses import OwnHeads, heads_for_tokens, own_heads, tokens_for_heads
 from lightning_liger.patching import Rebound, bindings_of
 from lightning_liger.report import PaddingReport
+from lightning_liger.sequence import SequenceGroup
 
 PACKED = "liger_packed"
 _FLASH = ("fa4", "fa3", "fa2", "varlen")
@@ -36,13 +38,18 @@ _INSIDE: ContextVar[bool] = ContextVar("lightning_liger_packed_call", default=Fa
 
 @dataclass(eq=False)  # of a frozen one Dynamo (torch 2.11) looks at each field, and compiles again where one differs
 class PackedCall:
-    """What the attention layers of one packed call need to know; passed along as ``packed_call=``."""
+    """What the attention layers of one packed call need to know; passed along as ``packed_call=``.
+
+    Attributes:
+        layout: of all tokens, also where ``sequence`` says that each rank has a slice of them.
+    """
 
     layout: Layout
     attn_implementation: str
     backend: str
     report: PaddingReport
     asks: set[str] = field(default_factory=set)
+    sequence: SequenceGroup | None = None
     chosen: dict[object, tuple[Features, Backend]] = field(default_factory=dict)
 
     def attended(self, backend: str, layer: nn.Module) -> None:
@@ -88,25 +95,6 @@ def inside_packed_call() -> Iterator[None]:
         yield
     finally:
         _INSIDE.reset(token)
-
-
-def uses_attention_interface(module: nn.Module) -> bool:
-    """Whether the module is a layer that looks its attention function up in the transformers interface."""
-    from transformers import PreTrainedModel
-
-    if isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
-        return False
-    return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in _own_functions(module))
-
-
-def _own_functions(module: nn.Module) -> Iterator[Any]:
-    """The undecorated methods of the module's class and its bases, below ``nn.Module``."""
-    for klass in type(module).__mro__:
-        if klass is nn.Module:
-            return
-        for name, member in vars(klass).items():
-            if not name.startswith("__") and inspect.isfunction(member):
-                yield inspect.unwrap(member)
 
 
 class PackedAttention(Rebound):
@@ -204,14 +192,59 @@ def _attend(
         raise PackingError(f"{name} does not hand its keyword arguments to the attention function")
     if attention_mask is not None:
         raise PackingError(f"{name} made an attention mask of its own for the packed batch")
-    layout = packed_call.layout
-    if query.shape[0] != 1 or query.shape[2] != layout.size or key.shape[2] != layout.size:
+    tokens = packed_call.layout.size // (1 if packed_call.sequence is None else packed_call.sequence.size)
+    if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise PackingError(f"{name} attends over another length than the packed batch has")
+    if packed_call.sequence is None:
+        return _attend_to_all(module, module, query, key, value, packed_call, kwargs)[None]
+    return _exchanged(module, query, key, value, packed_call, packed_call.sequence, kwargs)[None]
+
+
+def _exchanged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_call: PackedCall,
+    sequence: SequenceGroup,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """With a slice of the tokens on each rank: attention of some of the heads over all tokens; ``(T / k, heads, size)``."""
+    heads = query.shape[1]
+    query, key, value = _autocast(query, key, value)
+    try:
+        query, key, value = heads_for_tokens(query, key, value, sequence)
+    except ValueError as reason:
+        raise PackingError(f"{type(module).__name__}: {reason}. Use another sequence_parallel_size.") from reason
+    if kwargs.get("s_aux") is not None:
+        kwargs = {**kwargs, "s_aux": own_heads(kwargs["s_aux"], heads, sequence)}
+    seen_as = OwnHeads(module, heads, key.shape[1], sequence)
+    output = _attend_to_all(module, seen_as, query, key, value, packed_call, kwargs)
+    return tokens_for_heads(output, sequence)
+
+
+def _attend_to_all(
+    module: nn.Module,
+    seen_as: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_call: PackedCall,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention over all tokens; ``(T, heads, size)``.
+
+    Args:
+        seen_as: the layer, as the model's own attention function is to see it.
+    """
+    layout = packed_call.layout
     asked = packed_call.backend
     if asked == "auto" and packed_call.attn_implementation.startswith("flash"):
         packed_call.attended(f"{packed_call.attn_implementation}, as the model was loaded", module)
-        out: Tensor = _original_function(module, packed_call)(module, query, key, value, None, **kwargs)[0]
-        return out
+        out: Tensor = original_function(module, packed_call.attn_implementation)(
+            seen_as, query, key, value, None, **kwargs
+        )[0]
+        return out[0]
     query, key, value = _autocast(query, key, value)
     given = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if given is None else given)
@@ -223,8 +256,8 @@ def _attend(
     features, backend = packed_call.chosen[signature]
     packed_call.attended(backend.name, module)
     if backend.run is not None:
-        return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))[None]
-    return _per_document(module, query, key, value, packed_call, features, kwargs)[None]
+        return backend.run(query, key, value, layout, features, kwargs.get("s_aux"))
+    return _per_document(module, seen_as, query, key, value, packed_call, features, kwargs)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -235,20 +268,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(torch.get_autocast_dtype(kind)) if t.dtype == torch.float32 else t for t in tensors)
 
 
-def _original_function(module: nn.Module, call: PackedCall, implementation: str | None = None) -> Callable[..., Any]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    implementation = implementation or call.attn_implementation
-    if implementation != "eager":
-        return ALL_ATTENTION_FUNCTIONS[implementation]
-    for method in _own_functions(module):
-        if (function := method.__globals__.get("eager_attention_forward")) is not None:
-            return function
-    raise PackingError(f"{type(module).__name__} has no eager attention function to run per document")
-
-
 def _per_document(
     module: nn.Module,
+    seen_as: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,9 +284,9 @@ def _per_document(
         return by_torch(query, key, value, call.layout, features)
     if implementation not in ("eager", "sdpa"):
         implementation = "eager"  # flex and flash functions read their documents from masks and not from these
-    original = _original_function(module, call, implementation)
+    original = original_function(module, implementation)
 
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return original(module, q, k, v, mask, **kwargs)[0]
+        return original(seen_as, q, k, v, mask, **kwargs)[0]
 
     return by_model(function, query, key, value, call.layout, features, additive=implementation == "eager")

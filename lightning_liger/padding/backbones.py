@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn as nn
 
 from lightning_liger.configs import config_value
-from lightning_liger.padding.attention import uses_attention_interface
+from lightning_liger.padding.interface import uses_attention_interface
 
 
 def find_backbones(module: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, str]]:

@@ -15,12 +15,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lightning_liger.configs import config_value
 from lightning_liger.head.lazy import LazyRows
 from lightning_liger.mirrored import ordinary
+from lightning_liger.padding.arguments import CACHES, TOKEN_ARGUMENTS, check_arguments, first, rotates_by_length
 from lightning_liger.padding.attention import PackedCall, inside_packed_call, packed_attention
 from lightning_liger.padding.backends.errors import BackendError, PackingError
-from lightning_liger.padding.buckets import OFF, ShapeBuckets, notices_filler
+from lightning_liger.padding.buckets import OFF, ShapeBuckets, divisible, notices_filler
 from lightning_liger.padding.counting import count_call
 from lightning_liger.padding.first_batch import FirstBatch
 from lightning_liger.padding.layout import Layout, LayoutBook, NotPackable
@@ -30,12 +30,7 @@ from lightning_liger.padding.sources import Unsuitable, find_layout
 from lightning_liger.padding.verdict import Verdict
 from lightning_liger.patching import Switch
 from lightning_liger.report import PaddingReport
-
-# Arguments of a backbone whose meaning is known, besides the token ones handled one by one below.
-_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
-_FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
-_CACHES = ("past_key_values", "cache", "past_key_value")
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+from lightning_liger.sequence import SequenceGroup
 
 
 class PackedBackbone(PaddingFree):
@@ -50,6 +45,7 @@ class PackedBackbone(PaddingFree):
         verdict: what was learnt about the architecture: position ids, causality, the KV cache it returns.
         begins: called with the backbone before each packed call with gradients.
         buckets: which shape a packed batch is lengthened to.
+        sequence: the ranks among which the tokens of a packed batch are divided.
     """
 
     def __init__(
@@ -62,6 +58,7 @@ class PackedBackbone(PaddingFree):
         verdict: Verdict,
         buckets: ShapeBuckets = OFF,
         begins: Callable[[nn.Module, int], None] = lambda backbone, size: None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         super().__init__(module, switch, report)
         self.book = book
@@ -69,6 +66,7 @@ class PackedBackbone(PaddingFree):
         self.verdict = verdict
         self.buckets = buckets
         self.begins = begins
+        self.sequence = sequence
         self.asks: set[str] = set()
         self._first_batch = FirstBatch(self)
         self._filler_problem: str | None = None
@@ -128,12 +126,12 @@ class PackedBackbone(PaddingFree):
             ValueError: the call cannot be right either way.
         """
         config = self.module.config
-        tokens = _first(call, "input_ids", "inputs_embeds")
+        tokens = first(call, "input_ids", "inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.numel() == 0:
             raise Unsuitable("no (B, S) tokens in the call")
         shape = (tokens.shape[0], tokens.shape[1])
         self.report.seen(shape, self.module)
-        if any(call.get(name) is not None for name in _CACHES):
+        if any(call.get(name) is not None for name in CACHES):
             raise Unsuitable("a KV cache is in use")
         if call.get("output_attentions") or getattr(config, "output_attentions", False):
             raise Unsuitable("attention weights were asked for")
@@ -141,7 +139,7 @@ class PackedBackbone(PaddingFree):
             raise Unsuitable("router logits are counted per position")
         if self.verdict.cache_problem and self._wants_cache(call):
             raise Unsuitable(f"a KV cache is asked for ({self.verdict.cache_problem})")
-        self._check_arguments(call, shape)
+        check_arguments(call, shape, self._names)
         if not torch.is_grad_enabled() and self.is_sharded():
             raise Unsuitable("evaluation of a sharded model")
         pad = getattr(config, "pad_token_id", None)
@@ -155,25 +153,9 @@ class PackedBackbone(PaddingFree):
             pad=pad if isinstance(pad, int) else None,
             keep_full=not self._takes_filler(),
         )
-        if layout.reach < shape[1] and _rotates_by_length(config):
+        if layout.reach < shape[1] and rotates_by_length(config):
             raise Unsuitable("rotary positions are scaled by the padded length, which is longer than every row")
         return layout
-
-    def _check_arguments(self, call: dict[str, Any], shape: tuple[int, int]) -> None:
-        known = {*_TOKEN_ARGUMENTS, *_FLAGS, *_CACHES, *_PACKED, "attention_mask", "position_ids"}
-        known |= {"output_router_logits"} | ({"labels"} - set(self._names))
-        for name, value in call.items():
-            if name in known or value is None:
-                continue
-            if isinstance(value, Tensor) and value.dim() < 2:
-                continue  # counts such as num_items_in_batch
-            if isinstance(value, (Tensor, list, tuple, dict)):
-                raise Unsuitable(f"argument {name!r} is not understood")
-        positions = call.get("position_ids")
-        if positions is not None and (
-            not isinstance(positions, Tensor) or positions.shape[-1] != shape[1] or positions.dim() not in (2, 3)
-        ):
-            raise Unsuitable("position_ids of an unknown shape")
 
     def _positions(self, call: dict[str, Any], layout: Layout, device: torch.device) -> Tensor:
         """The ids the padded run would have given each real token.
@@ -196,7 +178,8 @@ class PackedBackbone(PaddingFree):
         return layout.has_padding and call.get("attention_mask") is None
 
     def _shaped(self, layout: Layout) -> Layout:
-        return self.buckets.lengthened(layout) if self._takes_filler() else layout
+        layout = self.buckets.lengthened(layout) if self._takes_filler() else layout
+        return layout if self.sequence is None else divisible(layout, self.sequence.size)
 
     def _takes_filler(self) -> bool:
         if not self.buckets.on:
@@ -211,17 +194,18 @@ class PackedBackbone(PaddingFree):
     # -- the packed run and the way out --------------------------------------------------------------------------
 
     def run(self, call: dict[str, Any], layout: Layout, plain: PlainRun) -> Any:
-        tokens = _first(call, "input_ids", "inputs_embeds")
+        tokens = first(call, "input_ids", "inputs_embeds")
         layout = self._shaped(layout)
-        placed = layout.on(tokens.device)
+        placed, own = layout.on(tokens.device), self._own(layout)
         # labels that the backbone does not name have only come along with the other keywords
         packed = {k: v for k, v in call.items() if v is not None and k not in ("attention_mask", "labels")}
-        for name in _TOKEN_ARGUMENTS:
+        for name in TOKEN_ARGUMENTS:
             if packed.get(name) is not None:
-                packed[name] = packed[name].flatten(0, 1)[placed.gather][None]
+                packed[name] = packed[name].flatten(0, 1)[placed.gather[own]][None]
         config = self.module.config
-        packed_call = PackedCall(layout, config._attn_implementation or "eager", self.backend, self.report, self.asks)
-        positions: Any = self._positions(call, layout, tokens.device)
+        implementation = config._attn_implementation or "eager"
+        packed_call = PackedCall(layout, implementation, self.backend, self.report, self.asks, sequence=self.sequence)
+        positions: Any = self._positions(call, layout, tokens.device)[..., own]
         positions.packed_call = packed_call
         packed.update(packed_call.arguments(tokens.device), position_ids=positions)
         if "use_cache" in self._names or self._variadic:
@@ -230,12 +214,19 @@ class PackedBackbone(PaddingFree):
         if as_tuple:
             packed["return_dict"] = True  # a tuple does not say what is missing from it
         if torch.is_grad_enabled():
-            self.begins(self.module, layout.size)
+            self.begins(self.module, own.stop - own.start)
         with packed_attention(config), inside_packed_call():
             output = self.original(**packed)
         output = self._padded_again(output, layout, plain)
         output = self._with_cache(output, call, plain)
         return output.to_tuple() if as_tuple else output
+
+    def _own(self, layout: Layout) -> slice:
+        """The tokens of a packed batch that run on this rank."""
+        if self.sequence is None:
+            return slice(0, layout.size)
+        each = layout.size // self.sequence.size
+        return slice(self.sequence.rank * each, (self.sequence.rank + 1) * each)
 
     def _wants_tuple(self, call: dict[str, Any]) -> bool:
         wanted = call.get("return_dict")
@@ -248,10 +239,13 @@ class PackedBackbone(PaddingFree):
         return {**kwargs, "return_dict": True} if self._wants_tuple(call) else kwargs
 
     def _padded_again(self, output: Any, layout: Layout, plain: PlainRun) -> Any:
+        own = self._own(layout)
+        size = own.stop - own.start
+
         def widen(value: Any, path: tuple[Any, ...]) -> Any:
-            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, layout.size):
-                index = layout.on(value.device).index
-                return LazyRows.hidden(value[0], index, has_pads=layout.has_padding, plain=plain, path=path)
+            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, size):
+                index, pads = layout.on(value.device).index, layout.has_padding
+                return LazyRows.hidden(value[0], index, has_pads=pads, plain=plain, path=path, sequence=self.sequence)
             if isinstance(value, (tuple, list)):
                 return type(value)(widen(v, (*path, i)) for i, v in enumerate(value))
             if value is None:
@@ -284,16 +278,3 @@ class PackedBackbone(PaddingFree):
     def _wants_cache(self, call: dict[str, Any]) -> bool:
         wanted = call.get("use_cache")
         return bool(getattr(self.module.config, "use_cache", False) if wanted is None else wanted)
-
-
-def _rotates_by_length(config: Any) -> bool:
-    """Whether rotary frequencies depend on how long the batch is: ``dynamic`` and ``longrope`` scaling."""
-    rope = config_value(config, "rope_parameters") or config_value(config, "rope_scaling")
-    if not isinstance(rope, dict):
-        return False
-    kinds = [r.get("rope_type", r.get("type")) for r in (rope, *rope.values()) if isinstance(r, dict)]
-    return any(kind in ("dynamic", "longrope") for kind in kinds)
-
-
-def _first(call: dict[str, Any], *names: str) -> Any:
-    return next((call[n] for n in names if call.get(n) is not None), None)

@@ -122,6 +122,19 @@ class ShapeBuckets:
 OFF = ShapeBuckets(False)
 
 
+def divisible(layout: Layout, parts: int) -> Layout:
+    """``layout``, with a document of filler behind it where its tokens cannot be divided by ``parts``."""
+    missing = -layout.size % parts
+    if not missing:
+        return layout
+    key = "divisible", parts
+    if key not in layout.derived:
+        documents = len(layout.documents)
+        layout.derived[key] = layout.lengthened(layout.size + missing, documents + 1, max(layout.longest, missing))
+    found: Layout = layout.derived[key]
+    return found
+
+
 def _power_of_two(number: int) -> int:
     """Not below ``number``."""
     return 1 << (number - 1).bit_length()
@@ -140,8 +153,13 @@ def notices_filler(backbone: nn.Module) -> str:
             return f"{kind} counts the tokens that it routes"
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             return f"{kind} takes the mean over all rows"
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
-            module = getattr(hook, "__module__", None) or type(hook).__module__
-            if module.split(".")[0] not in _LIBRARIES:
-                return f"a forward hook on {name or kind} would see filler"
+        if foreign_hook(part):
+            return f"a forward hook on {name or kind} would see filler"
     return ""
+
+
+def foreign_hook(module: nn.Module) -> bool:
+    """Whether the user's code hangs on what goes in or comes out of ``module``."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    owners = (getattr(hook, "__module__", None) or type(hook).__module__ for hook in hooks)
+    return any(owner.split(".")[0] not in _LIBRARIES for owner in owners)

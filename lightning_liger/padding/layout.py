@@ -108,11 +108,11 @@ class Layout:
         rest, number = size - self.tokens, documents - len(self.lengths)
         if rest < number or number < 0 or rest > number * room or room < max(self.lengths):
             raise ValueError(f"no filler makes {size} tokens, {documents} documents, {room} at most of {self.lengths}")
-        copied = torch.arange(rest) % self.tokens
+        chosen = torch.cat([torch.arange(self.tokens), torch.arange(rest) % self.tokens])
         return replace(
             self,
-            gather=torch.cat([self.gather, self.gather[copied]]),
-            restart=torch.cat([self.restart, self.restart[copied]]),
+            gather=self.gather[chosen],
+            restart=self.restart[chosen],
             filler=tuple(rest // number + (i < rest % number) for i in range(number)),
             room=room,
             derived={},

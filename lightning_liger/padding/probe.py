@@ -59,7 +59,7 @@ def packing_verdict(backbone: Any) -> Verdict:
 def _ask(backbone: Any) -> Verdict:
     name = type(backbone).__name__
     try:
-        tiny = _build(backbone)
+        tiny = small_model(backbone)
     except Exception as error:  # any architecture, remote code included: what cannot be asked is left padded
         return Verdict(None, f"no small {name} could be built to try it on ({_short(error)})")
     try:
@@ -128,7 +128,7 @@ def _short(error: BaseException) -> str:
     return f"{kind}{' '.join(str(error).split())[:160]}"
 
 
-def _build(backbone: Any) -> Any:
+def small_model(backbone: Any) -> Any:
     config = tiny_config(backbone.config)
     config._attn_implementation = backbone.config._attn_implementation or "eager"
     if config._attn_implementation not in ("eager", "sdpa"):
