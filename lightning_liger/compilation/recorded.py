@@ -30,7 +30,6 @@ from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import PaddingReport
 
 _SEEN_BEFORE = 2  # calls of a shape before it is recorded: they warm up what is
-_FREE = 0.25  # of a device's memory, without which nothing is recorded
 _WARM_UP = 2
 _READS_BOUNDARIES = ("fa4", "fa3", "fa2", "varlen")
 
@@ -58,9 +57,12 @@ class _Shape:
             self.number += 1
         if self.calls <= self.stack.seen_before or self.stack.off:
             return block.original(*args, **kwargs)
-        if index == 0 and not self.made and not self.crowded and not self.stack.recorder.has_room(_FREE):
+        if index == 0 and not self.made and not self.crowded and not self.stack.recorder.has_room():
             self.crowded = True
-            self.stack.refuse(f"CUDA graphs: a shape was not recorded: {_FREE:.0%} of the device's memory are not free")
+            self.stack.refuse(
+                "CUDA graphs: a shape was not recorded: its activations, which a recording keeps, do not fit into memory "
+                "beside those of other shapes"
+            )
         if index == 0:
             # recordings of all shapes share their memory: a backward that is still to come needs what is in it
             self.waits = not self.complete and block.in_flight

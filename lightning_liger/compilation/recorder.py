@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.device_memory import allowed_bytes, free_bytes
+from lightning_liger.device_memory import allowed_bytes
+
+_USED = 0.95  # of what the process may have; the rest is for fragments
 
 
 @contextmanager
@@ -37,10 +39,15 @@ class Recorder:
         self._pool: Any = None
         self._stream: Any = None
 
-    def has_room(self, share: float = 0.25) -> bool:
-        """Whether so much of the device's memory is free, or kept for nobody."""
+    def has_room(self) -> bool:
+        """Whether the activations of one more step fit beside those of the largest one so far.
+
+        Asked between two steps. A recording keeps its activations in memory when batches of other shapes run.
+        """
         device = torch.device("cuda", torch.cuda.current_device())
-        return free_bytes(device) >= share * allowed_bytes(device)
+        largest = torch.cuda.memory_reserved(device)
+        activations = largest - torch.cuda.memory_allocated(device)
+        return largest + activations <= _USED * allowed_bytes(device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class EmulatedRecorder(Recorder):
         super().__init__()
         self.recorded = 0
 
-    def has_room(self, share: float = 0.25) -> bool:
+    def has_room(self) -> bool:
         return True
 
     @contextmanager

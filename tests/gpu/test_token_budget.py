@@ -6,6 +6,7 @@ largest; and what is said when a budget does not fit.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def a_small_device() -> Iterator[None]:
     total = torch.cuda.mem_get_info()[1]
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, ALLOWED / total))
     yield
