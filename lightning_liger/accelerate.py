@@ -44,6 +44,8 @@ from lightning_liger.patching import (
 from lightning_liger.report import Report
 from lightning_liger.sequence import SequenceGroup
 from lightning_liger.settings import Settings
+from lightning_liger.tiling.binding import TiledMLP
+from lightning_liger.tiling.finding import find_mlps
 from lightning_liger.tuning.blocks import BlockRuns
 
 _COMPILED = "is inside a torch.compile; compile the layers instead (for layer in layers: layer.compile())"
@@ -77,6 +79,7 @@ class Accelerated:
         self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._mlps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def _compile(self) -> CompileChoice:
         """The ``compile`` option, where blocks run alike on every rank.
@@ -136,6 +139,7 @@ class Accelerated:
         for binding in self._kernels.bindings(module, timed):
             self._keep(binding)
         compiled = inside_compiled(module)
+        self._tile_mlps(module, compiled)
         self._remove_padding(module, compiled)
         decoders = self._remove_padding_of_decoders(module, compiled)
         self.book.follow = compiled <= self._behind_backbones() and not calls_compiled(module)
@@ -169,6 +173,25 @@ class Accelerated:
     def _keep(self, binding: Rebound) -> None:
         binding.bind()
         self._bindings.append(Binding(weakref.ref(binding), weakref.ref(binding.module), binding.feature))
+
+    def _tile_mlps(self, module: nn.Module, compiled: set[nn.Module]) -> None:
+        choice, report = self.settings.tiled_mlp, self.report.tiling
+        if choice is False:
+            return
+        report.asked = choice != "auto"
+        suited, refused = find_mlps(module)
+        for reason in refused:
+            report.refuse(reason)
+        for mlp in suited:
+            if mlp in self._mlps:
+                continue
+            self._mlps.add(mlp)
+            report.found += 1
+            if mlp in compiled:
+                report.refuse(f"{type(mlp).__name__} {_COMPILED}")
+            elif self._bind(mlp, TiledMLP, choice, report):
+                report.applied += 1
+                report.name(type(mlp).__name__)
 
     def _remove_padding(self, module: nn.Module, compiled: set[nn.Module]) -> None:
         report = self.report.padding

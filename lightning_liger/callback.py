@@ -23,6 +23,7 @@ from lightning_liger.choices import (
     LossNormalization,
     OptimizerStateDtype,
     Overlong,
+    TiledChoice,
     Verify,
 )
 from lightning_liger.data.attaching import batch_by_tokens
@@ -118,6 +119,7 @@ class LigerCallback(_Base):
         head_backend: HeadBackend = "auto",
         kernels: KernelChoice = "auto",
         compile: CompileChoice = "auto",
+        tiled_mlp: TiledChoice = "auto",
         max_tokens_per_batch: int | Budget | None = None,
         length_fn: Callable[[Any], int] | None = None,
         overlong: Overlong = "error",
@@ -140,6 +142,7 @@ class LigerCallback(_Base):
             head_backend=head_backend,
             kernels=kernels,
             compile=compile,
+            tiled_mlp=tiled_mlp,
             max_tokens_per_batch=max_tokens_per_batch,
             length_fn=length_fn,
             overlong=overlong,

@@ -13,6 +13,7 @@ LossNormalization = Literal["batch", "tokens"]
 Verify = Literal["off", "warn", "strict"]
 Budget = Literal["auto", "keep_samples"]
 CompileChoice = bool | Literal["auto", "cudagraphs"]
+TiledChoice = bool | int | Auto
 KernelChoice = bool | Auto | Mapping[str, bool | Auto]
 
 ActivationCheckpointing = Literal["none", "selective", "full"]

@@ -105,6 +105,10 @@ class Rebound:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def traced_form(self) -> Callable[..., Any] | None:
+        """What stands for the replacement in compiled code; None leaves the method as it was found."""
+        return None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Rebound:
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -15,6 +15,7 @@ from lightning_liger.kernels.report import KernelReport
 from lightning_liger.optim.report import OptimizerReport
 from lightning_liger.printing import table
 from lightning_liger.proof.report import ProofReport
+from lightning_liger.tiling.report import TilingReport
 
 if TYPE_CHECKING:
     from lightning_liger.padding.layout import Layout
@@ -191,6 +192,7 @@ class Report:
     kernels: KernelReport = field(default_factory=KernelReport)
     blocks: BlocksReport = field(default_factory=BlocksReport)
     optimizer: OptimizerReport = field(default_factory=OptimizerReport)
+    tiling: TilingReport = field(default_factory=TilingReport)
     sharding: ShardingReport | None = None
     sequence: SequenceReport | None = None
     memory: dict[str, Any] = field(default_factory=dict)
@@ -220,6 +222,7 @@ class Report:
             "kernels": self.kernels.to_dict(),
             "decoder_blocks": self.blocks.to_dict(),
             "optimizer": self.optimizer.to_dict(),
+            "tiled_mlp": self.tiling.to_dict(),
             "sharding": None if self.sharding is None else asdict(self.sharding),
             "sequence_parallel": None if self.sequence is None else asdict(self.sequence),
             "memory_plan": dict(self.memory),
@@ -236,12 +239,13 @@ class Report:
         self.padding.restart()
         self.head.restart()
         self.kernels.restart()
+        self.tiling.restart()
         self.proof = ProofReport()
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Whatever is counted inside this context is not."""
-        parts: list[Any] = [self.padding, self.head, *self.kernels.ops.values()]
+        parts: list[Any] = [self.padding, self.head, self.tiling, *self.kernels.ops.values()]
         before = [{k: v.copy() if isinstance(v, (list, dict, set)) else v for k, v in vars(p).items()} for p in parts]
         try:
             yield
@@ -257,6 +261,7 @@ class Report:
             *self.kernels.rows(),
             *self.blocks.rows(),
             *self.optimizer.rows(),
+            *self.tiling.rows(),
             *(part.row() for part in (self.sharding, self.sequence) if part is not None),
             *self.batching.rows(),
             *self.proof.rows(),
@@ -302,6 +307,7 @@ class Report:
             + self.kernels.reasons()
             + self.blocks.reasons()
             + self.optimizer.reasons()
+            + self.tiling.reasons()
             + self.batching.reasons()
             + self.proof.reasons()
             + self.notes

@@ -18,6 +18,7 @@ from lightning_liger.choices import (
     LossNormalization,
     OptimizerStateDtype,
     Overlong,
+    TiledChoice,
     Verify,
 )
 from lightning_liger.kernels.options import check_choice
@@ -48,6 +49,10 @@ class Settings:
         compile: How decoder blocks run whose padding is removed. True: compiled, once for all layers; ``"cudagraphs"``:
             compiled and replayed as CUDA graphs; False: as they are; ``"auto"``: on a CUDA device, what is fastest on
             the first batch and fits into memory. See docs/speed.md.
+        tiled_mlp: Compute the MLPs of decoder blocks in chunks of tokens, and again chunk by chunk in backward, so that what
+            lies between an MLP's input and output exists for one chunk only. A number is the size of a chunk in tokens,
+            True 8192 of them; ``"auto"``: in calls of 32768 tokens and more, where blocks are recomputed in backward
+            anyway (activation checkpointing), so that it costs no further forward. See docs/long-documents.md.
         max_tokens_per_batch: Fill training batches up to this many tokens instead of a fixed number of samples: every
             rank gets as many batches, each full and of like cost within a step. ``"auto"``: the largest number that
             fits into the device's memory. ``"keep_samples"``: steps hold as many samples, on average, as the loader's
@@ -89,6 +94,7 @@ class Settings:
     head_backend: HeadBackend = "auto"
     kernels: KernelChoice = "auto"
     compile: CompileChoice = "auto"
+    tiled_mlp: TiledChoice = "auto"
     max_tokens_per_batch: int | Budget | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: Overlong = "error"
@@ -114,6 +120,11 @@ class Settings:
             _one_of("compile", self.compile, ("auto", "cudagraphs"))
         if self.compile in (True, "cudagraphs") and not self.padding_free:
             raise ValueError(f"compile={self.compile!r} is about batches without padding, but padding_free=False.")
+        tiled = self.tiled_mlp
+        if not isinstance(tiled, bool) and tiled != "auto" and (not isinstance(tiled, int) or tiled < 1):
+            raise ValueError(
+                f"tiled_mlp={tiled!r}: expected True, False, 'auto' or the tokens of a chunk, such as 8192."
+            )
         _one_of("loss_normalization", self.loss_normalization, get_args(LossNormalization))
         if self.loss_normalization == "tokens" and not self.fused_head:
             raise ValueError("loss_normalization='tokens' counts labels in the fused head, but fused_head=False.")

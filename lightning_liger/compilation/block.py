@@ -222,12 +222,15 @@ class CompiledBlock(Rebound):
 
 
 def _bindings_inside(block: nn.Module) -> list[tuple[nn.Module, Rebound, Any]]:
-    """``(module, its binding, what was there before)`` for the modules inside of a block."""
+    """``(module, its binding, what is traced instead)`` for the modules inside of a block."""
     made = []
     for module in block.modules():
         bound = before = module.__dict__.get("forward")
+        traced = None
         while isinstance(before, Rebound):
+            traced = traced or before.traced_form()
             before = before.previous
+        before = traced or before
         if isinstance(bound, Rebound) and module is not block:
             made.append((module, bound, before))
     return made

@@ -85,7 +85,11 @@ class Activations:
 
 
 def count_activations(
-    backbone: Any, blocks: Sequence[nn.Module], shape: tuple[int, int], dtype: torch.dtype | None
+    backbone: Any,
+    blocks: Sequence[nn.Module],
+    shape: tuple[int, int],
+    dtype: torch.dtype | None,
+    recomputed: bool = False,
 ) -> Activations:
     """Count for a call of ``backbone`` with token ids of ``shape``.
 
@@ -98,9 +102,10 @@ def count_activations(
         blocks: its blocks, those that are checkpointed.
         shape: ``(1, T)`` for packed calls, ``(B, S)`` for padded ones.
         dtype: what parameters take part in; None for what they are stored in.
+        recomputed: blocks are fully checkpointed, which decides whether long calls of their MLPs run in chunks.
     """
     try:
-        run = run_on_meta(backbone, blocks, shape, dtype)
+        run = run_on_meta(backbone, blocks, shape, dtype, recomputed)
     except Exception:
         # whatever a model's forward may raise on meta: data-dependent control flow, kernels without meta implementation
         return from_linear_layers(blocks, shape[0] * shape[1], dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from lightning_liger.parallel.recompute import is_product
 from lightning_liger.parallel.selecting import Product
 from lightning_liger.parallel.stand_ins import counted_attention, kernel_shapes
 from lightning_liger.patching import Rebound
+from lightning_liger.tiling.binding import TiledMLP, chunk_size
+from lightning_liger.tiling.chunks import in_chunks
 
 
 class Run(TorchDispatchMode):
@@ -29,6 +32,8 @@ class Run(TorchDispatchMode):
         products: of the last block, those whose results a second run of it has to compute.
         backward: the most that the last block's backward holds beyond what was there before.
     """
+
+    counts_products = True  # so that chunks hide theirs, as they do from checkpoints
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,15 +137,25 @@ class Run(TorchDispatchMode):
                 self.backward = max(self.backward, self._bytes)
 
 
-def run_on_meta(backbone: Any, blocks: Sequence[nn.Module], shape: tuple[int, int], dtype: torch.dtype | None) -> Run:
-    """Count for a call of ``backbone`` with ids of ``shape``, with parameters in ``dtype`` (None for their own)."""
+def run_on_meta(
+    backbone: Any, blocks: Sequence[nn.Module], shape: tuple[int, int], dtype: torch.dtype | None, recomputed: bool
+) -> Run:
+    """Count for a call of ``backbone`` with ids of ``shape``, with parameters in ``dtype`` (None for their own).
+
+    Args:
+        recomputed: blocks are fully checkpointed, which decides whether their MLPs run in chunks.
+    """
     twin: Any
     twin, counterparts = meta_twin(backbone)
     for module in twin.modules():
         for name, bound in [(n, v) for n, v in vars(module).items() if isinstance(v, Rebound)]:
             del vars(module)[name]
-            if name == "forward" and (kernel := kernel_shapes(bound, module)) is not None:
+            if name != "forward":
+                continue
+            if (kernel := kernel_shapes(bound, module)) is not None:
                 vars(module)[name] = kernel
+            if (chunk := _chunk_of(bound, shape, recomputed)) > 0:
+                vars(module)[name] = partial(in_chunks, module.forward, module, chunk=chunk)
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
         for name, p in module._parameters.items():
@@ -154,6 +169,15 @@ def run_on_meta(backbone: Any, blocks: Sequence[nn.Module], shape: tuple[int, in
     output = run.forward(twin, [counterparts[id(block)] for block in blocks], ids, attends)
     run.backward_of_last_block(output)
     return run
+
+
+def _chunk_of(bound: Rebound | None, shape: tuple[int, int], recomputed: bool) -> int:
+    """Tokens that an MLP computes at a time; 0 for all."""
+    while isinstance(bound, Rebound):
+        if isinstance(bound, TiledMLP):
+            return chunk_size(bound.choice, shape[0] * shape[1], recomputed=recomputed)
+        bound = bound.previous  # type: ignore[assignment]
+    return 0
 
 
 def _key(tensor: Tensor) -> int:

@@ -95,7 +95,7 @@ def plan_memory(
     head, head_kept = read_head(module, seen, dtype, device, fused=fused_head)
     return MemoryPlan(
         state=state,
-        activations=read_activations(module, sharding, seen, dtype, packed=packed),
+        activations=read_activations(module, sharding, seen, dtype, packed=packed, recomputed=checkpointing == "full"),
         head=head,
         head_kept=head_kept,
         tokens=seen.tokens if packed else seen.shape[0] * seen.shape[1],
@@ -167,7 +167,13 @@ def read_state(
 
 
 def read_activations(
-    module: nn.Module, sharding: Sharding, batch: Batch, dtype: torch.dtype | None, *, packed: bool
+    module: nn.Module,
+    sharding: Sharding,
+    batch: Batch,
+    dtype: torch.dtype | None,
+    *,
+    packed: bool,
+    recomputed: bool,
 ) -> Activations:
     """Of every backbone that trains; of the blocks alone where there is none of transformers'."""
     if not batch.tokens:
@@ -179,7 +185,7 @@ def read_activations(
     for backbone in backbones:
         inside = set(backbone.modules())
         blocks = [block for block in sharding.blocks.values() if block in inside]
-        found.append(count_activations(backbone, blocks, shape, dtype))
+        found.append(count_activations(backbone, blocks, shape, dtype, recomputed))
     if not found:
         return from_linear_layers(list(sharding.blocks.values()), shape[0] * shape[1], dtype)
     return sum_of(found)

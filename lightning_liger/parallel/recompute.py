@@ -135,7 +135,7 @@ class Recomputed(Rebound):
         if getattr(self.module, _OWN_FLAG, False) and self.module.training:
             self.note(_LEFT_TO_TRANSFORMERS.format(mode=self.mode))
             return True
-        if _inside_checkpoint():
+        if inside_checkpoint():
             self.note(_LEFT_TO_TRANSFORMERS.format(mode=self.mode))
             return True
         return torch._C._current_graph_task_id() != -1  # recomputed in backward by somebody else
@@ -231,7 +231,7 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _inside_checkpoint() -> bool:
+def inside_checkpoint() -> bool:
     """Whether a non-reentrant checkpoint around this call packs what autograd saves."""
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__qualname__", "").startswith(

@@ -13,6 +13,7 @@ import warnings
 import behaviours  # noqa: F401
 import dtype_cases  # noqa: F401
 import equalities  # noqa: F401
+import long_cases  # noqa: F401
 import odd_cases  # noqa: F401
 import torch
 import torch.distributed as dist
