@@ -79,7 +79,7 @@ class Accelerated:
         self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._mlps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._tiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def _compile(self) -> CompileChoice:
         """The ``compile`` option, where blocks run alike on every rank.
@@ -179,13 +179,11 @@ class Accelerated:
         if choice is False:
             return
         report.asked = choice != "auto"
-        suited, refused = find_mlps(module)
+        suited, refused = find_mlps(module, self._tiled)
+        self._tiled.update(module.modules())
         for reason in refused:
             report.refuse(reason)
         for mlp in suited:
-            if mlp in self._mlps:
-                continue
-            self._mlps.add(mlp)
             report.found += 1
             if mlp in compiled:
                 report.refuse(f"{type(mlp).__name__} {_COMPILED}")

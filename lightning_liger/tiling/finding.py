@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,18 @@ _TOLERANCE = 1e-6
 _TOKENS = 6
 
 
-def find_mlps(module: nn.Module) -> tuple[list[nn.Module], list[str]]:
-    """MLPs inside of the repeated blocks of ``module``, and reasons for those that must stay whole."""
+def find_mlps(module: nn.Module, seen: Collection[nn.Module] = ()) -> tuple[list[nn.Module], list[str]]:
+    """MLPs inside of the repeated blocks of ``module``, and reasons for those that must stay whole.
+
+    Args:
+        seen: blocks that were looked at before.
+    """
     suited: list[nn.Module] = []
     refused: dict[str, None] = {}
     verdicts: dict[object, str] = {}
     for block in find_blocks(module).values():
+        if block in seen:
+            continue
         for found, reason in _candidates(block):
             if not reason:
                 key = signature(found, without=layers_of(found)), tuple(layers_of(found).items())
