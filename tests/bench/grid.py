@@ -51,6 +51,14 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.0, fused=True)
 
+    def on_fit_end(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+
+    def cpu(self) -> Module:
+        """Stays on the device: Lightning's way to host memory and back takes longer than the steps."""
+        return self
+
 
 class Clock(L.Callback):
     """Wall time of each step, the device waited for at its end."""
