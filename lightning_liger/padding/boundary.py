@@ -84,7 +84,7 @@ class PackedBackbone(PaddingFree):
             call = self._named(args, kwargs)
             layout = self._layout(call)
         except (Unsuitable, NotPackable) as reason:
-            self.why = str(reason)
+            self.why = str(reason) if self.sequence is None else f"{reason}, so that each rank runs the whole batch"
             self.report.left_padded(self.why)
             return self._as_it_is(args, kwargs)
         args, kwargs, call = ordinary((args, kwargs, call))
@@ -151,7 +151,7 @@ class PackedBackbone(PaddingFree):
             causal=self.verdict.causal,
             flash=str(config._attn_implementation).startswith("flash"),
             pad=pad if isinstance(pad, int) else None,
-            keep_full=not self._takes_filler(),
+            keep_full=self.sequence is None and not self._takes_filler(),
         )
         if layout.reach < shape[1] and rotates_by_length(config):
             raise Unsuitable("rotary positions are scaled by the padded length, which is longer than every row")
