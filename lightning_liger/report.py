@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -245,13 +245,22 @@ class Report:
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Whatever is counted inside this context is not."""
-        parts: list[Any] = [self.padding, self.head, self.tiling, *self.kernels.ops.values()]
-        before = [{k: v.copy() if isinstance(v, (list, dict, set)) else v for k, v in vars(p).items()} for p in parts]
+        forget = self.forgetting()
         try:
             yield
         finally:
+            forget()
+
+    def forgetting(self) -> Callable[[], None]:
+        """A function that forgets whatever is counted between now and its call."""
+        parts: list[Any] = [self.padding, self.head, self.tiling, *self.kernels.ops.values()]
+        before = [{k: v.copy() if isinstance(v, (list, dict, set)) else v for k, v in vars(p).items()} for p in parts]
+
+        def forget() -> None:
             for part, values in zip(parts, before, strict=True):
                 vars(part).update(values)
+
+        return forget
 
     def rows(self) -> list[tuple[str, str, str]]:
         """``(feature, applied to, what it did)`` for the table."""

@@ -140,7 +140,7 @@ class PackedBackbone(PaddingFree):
         if self.verdict.cache_problem and self._wants_cache(call):
             raise Unsuitable(f"a KV cache is asked for ({self.verdict.cache_problem})")
         check_arguments(call, shape, self._names)
-        if not torch.is_grad_enabled() and self.is_sharded():
+        if not torch.is_grad_enabled() and not self.book.reads.in_step and self.is_sharded():
             raise Unsuitable("evaluation of a sharded model")
         pad = getattr(config, "pad_token_id", None)
         layout = find_layout(
@@ -245,6 +245,7 @@ class PackedBackbone(PaddingFree):
         def widen(value: Any, path: tuple[Any, ...]) -> Any:
             if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (1, size):
                 index, pads = layout.on(value.device).index, layout.has_padding
+                plain.returned(path, value[0])
                 return LazyRows.hidden(value[0], index, has_pads=pads, plain=plain, path=path, sequence=self.sequence)
             if isinstance(value, (tuple, list)):
                 return type(value)(widen(v, (*path, i)) for i, v in enumerate(value))

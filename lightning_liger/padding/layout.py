@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_liger.head.memory import share_memory
 from lightning_liger.mirrored import cpu_values, forget, mirror, ordinary, sent
+from lightning_liger.padding.reads import Reads
 
 
 class NotPackable(Exception):
@@ -192,11 +193,13 @@ class LayoutBook:
     Attributes:
         follow: tell the tensors of a batch what they hold. Compiled code is made for ordinary tensors only.
         device_reads: how often a value had to be read back from the device.
+        reads: what is read at padded positions of sharded models.
     """
 
     def __init__(self) -> None:
         self.follow = True
         self.device_reads = 0
+        self.reads = Reads()
         self._batch: list[Tensor] = []
         self._layouts: dict[tuple[int, int, Hashable], tuple[Tensor, Layout]] = {}
 

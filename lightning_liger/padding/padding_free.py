@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn as nn
 from torch import Tensor
 
@@ -23,13 +25,13 @@ class PaddingFree(Rebound):
         super().__init__(module, switch)
         self.report = report
         self.off: dict[bool, str] = {}
-        self._sharded: bool | None = None
 
     def is_sharded(self) -> bool:
-        """Whether a forward is a collective, so that ranks must run the same number of them."""
-        if self._sharded is None:
-            self._sharded = any(held_in_pieces(p) for p in self.module.parameters())
-        return self._sharded
+        """Whether a forward is a collective now, so that ranks must run the same number of them.
+
+        A sharded model may be whole for the length of an evaluation, or from its forward to its backward.
+        """
+        return any(held_in_pieces(p) for p in self.module.parameters())
 
     def leave_padded(self, reason: str, *, training: bool) -> None:
         """Run later calls of this kind (with gradients or without) as they are."""
@@ -43,3 +45,14 @@ def held_in_pieces(parameter: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor) or hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id")
+
+
+def written_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """What optimizers write to: parameters, or, of what FSDP2 gathers and frees again, the shards inside of ``module``."""
+    if not getattr(module, "_is_fsdp_managed_module", False):
+        yield from module.parameters()
+        return
+    from lightning_liger.parallel.groups import parameters_of, sharded_parts
+
+    for part in sharded_parts(module):
+        yield from (parameter._sharded_local_tensor for parameter in parameters_of(part))

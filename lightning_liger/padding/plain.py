@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_liger.modes import Modes
 from lightning_liger.padding.backends.errors import PackingError
-from lightning_liger.padding.layout import Layout
+from lightning_liger.padding.layout import Layout, LayoutBook
+from lightning_liger.padding.padding_free import written_parameters
 from lightning_liger.patching import bypass
 from lightning_liger.report import PaddingReport
 
@@ -25,6 +26,7 @@ class Packed(Protocol):
 
     module: Any
     report: PaddingReport
+    book: LayoutBook
 
     @property
     def original(self) -> Callable[..., Any]: ...
@@ -48,6 +50,12 @@ class PlainRun:
         self._layout = layout
         self._with_gradients = torch.is_grad_enabled()
         self._outputs: dict[bool, Any] = {}
+        self._packed: dict[tuple[Any, ...], Tensor] = {}
+
+    def returned(self, path: tuple[Any, ...], rows: Tensor) -> None:
+        """The packed run has returned ``rows`` of shape ``(T, H)`` at ``path`` of its output."""
+        if self.backbone.book.reads.noted is not None:
+            self._packed[path] = rows
 
     def output(self) -> Any:
         """The whole output; the run is made once per call (and once more for gradients)."""
@@ -67,10 +75,16 @@ class PlainRun:
 
     def _now(self) -> list[int]:
         """How often each parameter, and each floating input, was written to."""
-        return [0 if t.is_inference() else t._version for t in (*self.backbone.module.parameters(), *self._inputs)]
+        written = (*written_parameters(self.backbone.module), *self._inputs)
+        return [0 if t.is_inference() else t._version for t in written]
 
     def value(self, path: tuple[Any, ...]) -> Tensor:
-        """The output at ``path``."""
+        """The output at ``path``; zeros for padding in a step that counts for nothing."""
+        if path in self._packed and self.backbone.book.reads.noted:
+            index = self._layout.on(self._packed[path].device).index
+            # where ranks share the rows, others' stand in for those of this one: no number of such a step counts
+            rows = index.clamp_min(0) % len(self._packed[path])
+            return self._packed[path][rows].masked_fill((index < 0)[..., None], 0)
         found = self.output()
         for step in path:
             found = found[step]
@@ -86,11 +100,14 @@ class PlainRun:
 
     def scored(self, what: str) -> None:
         if self.backbone.is_sharded():
+            if self._is_noted(what):
+                return
             raise self._cannot_run_again(what)
         self.backbone.leave_padded(f"{what} reads padded positions", training=self._with_gradients)
 
     def read(self, path: tuple[Any, ...], what: str, differentiable: bool) -> Tensor | None:
         if self.backbone.is_sharded():
+            self._is_noted(what)
             return None
         if differentiable or not self._with_gradients:
             # Whether a later batch's loss depends on what is read there cannot be known, and packed and padded runs
@@ -109,6 +126,9 @@ class PlainRun:
                 raise self._cannot_run_again(what)
 
         return check
+
+    def _is_noted(self, what: str) -> bool:
+        return self.backbone.book.reads.note(self.backbone, what, self._with_gradients)
 
     def _cannot_run_again(self, what: str) -> PackingError:
         return PackingError(

@@ -45,7 +45,9 @@ def explain_mixture(exception: BaseException) -> None:
         )
     if isinstance(exception, RuntimeError) and any(w in str(exception) for w in ("DTensor", "sharding strategy")):
         exception.args = (
-            f"{exception}\nA parameter that the strategy had sharded was used outside of a forward. {_TOO_LATE}",
+            f"{exception}\nA parameter that the strategy had sharded was used outside of a forward. {_TOO_LATE} Copies of "
+            "weights that the module keeps itself, such as a moving average, are not sharded along: use Lightning's "
+            "EMAWeightAveraging, which is.",
         )
 
 

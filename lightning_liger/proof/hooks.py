@@ -8,6 +8,7 @@ from typing import Any
 from lightning_liger.accelerate import Accelerated
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.proof.equivalence import EquivalenceProof
+from lightning_liger.proof.first_step import FirstStep
 from lightning_liger.proof.kernels import KernelProof
 from lightning_liger.settings import Settings
 
@@ -18,8 +19,9 @@ def proofs(
     wrap: Callable[[Any, str, Any], None],
     say: Callable[[str], None],
 ) -> list[TrainingHooks]:
-    """By the options ``verify`` and ``profile``; see :class:`EquivalenceProof` and :class:`KernelProof`."""
-    made: list[TrainingHooks] = []
+    """By the options ``verify`` and ``profile``; see :class:`EquivalenceProof` and :class:`KernelProof`; :class:`FirstStep` always."""
+    # inside of what is proved
+    made: list[TrainingHooks] = [FirstStep(accelerated, wrap)]
     if settings.verify != "off":
         made.append(EquivalenceProof(accelerated, settings.verify, wrap))
     if settings.verify != "off" or settings.profile is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from lightning_liger.patching import Binding
 
@@ -23,44 +24,64 @@ _LARGEST_BUFFER = 1 << 26
 
 @contextmanager
 def unharmed(modules: Iterable[nn.Module], bindings: list[Binding], device: torch.device) -> Iterator[None]:
-    """Inside: no dropout, no hooks of the user's. Afterwards everything is as before: random states (torch, Python,
-    NumPy), buffers, plain attributes of the modules, and what our bindings have counted and learnt.
+    """Inside: no dropout, no hooks of the user's. Afterwards everything is as before, see :func:`as_before`."""
+    modules = list(modules)
+    parts = _parts(modules)
+    restore = as_before(modules, bindings, device)
+    try:
+        with _without_dropout(parts):
+            for m in parts:
+                _silence(m)
+            for binding in (b for bound in bindings if (b := bound.binding()) is not None):
+                if "habits" in vars(binding):
+                    binding.habits = type(binding.habits)()  # type: ignore[attr-defined]
+                if "off" in vars(binding):
+                    binding.off = dict(binding.off)  # type: ignore[attr-defined]
+            yield
+    finally:
+        restore()
+
+
+def as_before(modules: Iterable[nn.Module], bindings: list[Binding], device: torch.device) -> Callable[[], None]:
+    """A function that brings back what there is now: random states (torch, Python, NumPy), buffers and plain attributes
+    of the modules, tensors among them, and what our bindings have counted and learnt.
     """
-    parts = list(dict.fromkeys(m for module in modules for m in module.modules()))
+    parts = _parts(modules)
     states = [(m, dict(vars(m)), _contents(m)) for m in parts]
-    buffers = [
-        (b, b.detach().clone())
+    kept = [
+        (t, t.detach().clone())
         for m in parts
-        for b in m._buffers.values()
-        if b is not None and not b.is_meta and b.numel() * b.element_size() <= _LARGEST_BUFFER
+        for t in (*m._buffers.values(), *vars(m).values())
+        if isinstance(t, Tensor) and not t.is_meta and t.numel() * t.element_size() <= _LARGEST_BUFFER
     ]
     numpy = sys.modules.get("numpy")
     drawn = random.getstate(), None if numpy is None else numpy.random.get_state()
-    ours = [(b, dict(vars(b))) for bound in bindings if (b := bound.binding()) is not None]
     devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices), _without_dropout(parts):
-            for m in parts:
-                _silence(m)
-            for binding, values in ours:
-                if "habits" in values:
-                    binding.habits = type(values["habits"])()  # type: ignore[attr-defined]
-                if "off" in values:
-                    binding.off = dict(values["off"])  # type: ignore[attr-defined]
-            yield
-    finally:
+    generators = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+    ours = [(b, dict(vars(b))) for bound in bindings if (b := bound.binding()) is not None]
+
+    def restore() -> None:
         for binding, values in ours:
             vars(binding).clear()
             vars(binding).update(values)
         for m, values, contents in states:
             _restore(m, values, contents)
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for tensor, before in kept:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+        torch.set_rng_state(generators[0])
+        for d, state in zip(devices, generators[1], strict=True):
+            torch.cuda.set_rng_state(state, d)
         random.setstate(drawn[0])
         if numpy is not None:
             numpy.random.set_state(drawn[1])
+
+    return restore
+
+
+def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list(dict.fromkeys(m for module in modules for m in module.modules()))
 
 
 def reseeding(device: torch.device, seed: int) -> Callable[[int], None]:
@@ -80,7 +101,7 @@ def _contents(module: nn.Module) -> dict[str, Any]:
     return {
         name: value.copy()
         for name, value in vars(module).items()
-        if isinstance(value, kinds) and name not in _TORCH and not name.endswith("_hooks")
+        if isinstance(value, kinds) and name not in _TORCH and "_hooks" not in name
     }
 
 

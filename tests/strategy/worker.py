@@ -15,6 +15,7 @@ import dtype_cases  # noqa: F401
 import equalities  # noqa: F401
 import long_cases  # noqa: F401
 import odd_cases  # noqa: F401
+import padded_reads  # noqa: F401
 import torch
 import torch.distributed as dist
 from helpers import leave
