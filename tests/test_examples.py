@@ -37,7 +37,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (json.dumps(pair) + "\n" for pair in pairs)
     (directory / "docstrings.jsonl").write_text("".join(lines), encoding="utf-8")
     texts = (text for pair in pairs for text in pair.values())
-    save_small_model(texts, SmallModel(1, 64, 512, 512), directory / "small_model")
+    save_small_model(texts, SmallModel(1, 128, 512, 512), directory / "small_model")
     return directory
 
 
@@ -190,10 +190,13 @@ def shell(script: Path, *more: str, **env: str) -> subprocess.CompletedProcess[A
 def test_torchrun_starts_every_rank_of_a_node(beside: Path) -> None:
     small = ["--trainer.max_steps=1", "--data.max_length=64", "--data.batch_size=2"]
     result = shell(
-        beside / "multi_node" / "torchrun.sh", "--config", "cli/sft.yaml", *small, GPUS="2", MASTER_PORT="29731"
+        beside / "multi_node" / "torchrun.sh",
+        *("--config", "cli/long_context.yaml", "--trainer.strategy.init_args.sequence_parallel_size=2", *small),
+        GPUS="2",
+        MASTER_PORT="29731",
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "each over 2 ranks" in result.stdout
+    assert "each over 2 ranks" in result.stdout and "1 batch on 2 ranks" in result.stdout
 
 
 def test_slurm_hands_its_sizes_on(beside: Path) -> None:

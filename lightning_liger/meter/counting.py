@@ -67,7 +67,8 @@ class Counting:
         calls = self._take()
         if self._watching and self._operations is not None:
             self._watching = False
-            self._operations.end_observing(calls)
+            sequence = self._report.sequence
+            self._operations.end_observing(calls, 1 if sequence is None else sequence.ranks)
             if self._operations.structures:  # without tokens nothing is missed
                 for reason in self._operations.unknown:
                     self._report.note(f"Utilisation (MFU) is not shown: {reason}")

@@ -87,11 +87,16 @@ class Operations:
         for observation in (*self._observations, *([self._beside_seen] if self._beside_seen else [])):
             observation.end()
 
-    def end_observing(self, calls: Sequence[BackboneCall]) -> None:
-        """``calls``: those of the step that was watched."""
+    def end_observing(self, calls: Sequence[BackboneCall], slices: int = 1) -> None:
+        """
+        Args:
+            calls: those of the step that was watched.
+            slices: among how many ranks the tokens of packed calls are divided.
+        """
         self.stop_observing()
         for observation in self._observations:
-            positions = sum(sum(lengths_of(c)[1]) for c in calls if c.model is observation.model)
+            mine = [c for c in calls if c.model is observation.model]
+            positions = sum(sum(lengths_of(c)[1]) // (1 if c.executed is None else slices) for c in mine)
             if positions:
                 self.structures[observation.model] = observation.learnt(positions)
             self.dtype = observation.dtype or self.dtype

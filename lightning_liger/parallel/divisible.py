@@ -70,12 +70,6 @@ def check_divisible(module: nn.Module, padding: PaddingReport, ranks: int, group
             f"{option} divides the tokens of transformers models, and {plain[0]} is none: its attention cannot be replaced. "
             "Use sequence_parallel_size=1."
         )
-    if refused or padding.applied < padding.found or not backbones:
-        why = "; ".join(padding.off) or "no transformers model was found in the module"
-        raise ValueError(
-            f"{option} divides the packed tokens of a batch, and padding cannot be removed here: {why}. Use "
-            "sequence_parallel_size=1."
-        )
     heads: dict[str, tuple[int, int]] = {}
     for backbone in backbones:
         name, (query, kv) = type(backbone).__name__, head_counts(backbone)
@@ -86,6 +80,12 @@ def check_divisible(module: nn.Module, padding: PaddingReport, ranks: int, group
                 f"Use one of {fitting}."
             )
         heads[name] = query, kv
+    if refused or padding.applied < padding.found or not backbones:
+        why = "; ".join(padding.off) or "no transformers model was found in the module"
+        raise ValueError(
+            f"{option} divides the packed tokens of a batch, and padding cannot be removed here: {why}. Use "
+            "sequence_parallel_size=1."
+        )
     return SequenceReport(ranks, groups, heads)
 
 

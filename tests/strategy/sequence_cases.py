@@ -46,15 +46,16 @@ def rows(ranks: int, count: int = 16) -> DataLoader[Any]:
 def fit(
     module: Any, data: Any, k: int = 0, *, ckpt_path: Any = None, liger: Any = None, val: Any = None, **options: Any
 ) -> Run:
-    """Train on all four ranks with groups of ``k``, or in this process alone without anything of ours (``k=0``)."""
+    """Train on all four ranks with groups of ``k``, or in this process alone (``k=0``), plain without ``liger``."""
     run = Run()
     callbacks = [Recorder(run), *options.pop("callbacks", [])]
     if k:
         strategy: Any = LigerFSDPStrategy(bf16=False, sequence_parallel_size=k, **options.pop("strategy", {}))
-        callbacks.append(LigerCallback(verbose=False, **(liger or {})))
     else:
         strategy = "auto"
         options.pop("strategy", None)
+    if k or liger is not None:
+        callbacks.insert(1, LigerCallback(verbose=False, **(liger or {})))
     quiet = {**QUIET, "use_distributed_sampler": True, "accelerator": "cpu"}
     trainer = L.Trainer(devices=WORLD if k else 1, strategy=strategy, callbacks=callbacks, **{**quiet, **options})
     run.trainer = trainer
@@ -238,6 +239,31 @@ def batches_by_tokens() -> None:
             rest = together(module, k)
             assert sorted(steps[0] + flat(rest)) == list(range(24)), (steps, rest)
             say(f"resumed in the middle of an epoch in groups of {k}: {same_weights(resumed, [steps[0], *rest])}")
+
+
+class TokensOfSteps(L.Callback):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        metrics = trainer.callback_metrics
+        self.tokens.append(round(float(metrics["liger/tokens_per_second"] * metrics["liger/step_seconds"])))
+
+
+@case
+def work_is_counted_once() -> None:
+    def meter(k: int, groups: int) -> tuple[list[int], dict[str, Any]]:
+        counted = TokensOfSteps()
+        run = fit(modules.InInit(), rows(groups), k, liger={}, callbacks=[counted], log_every_n_steps=1)
+        return counted.tokens, report_of(run)["meter"]
+
+    tokens, alone = meter(0, 0)
+    assert len(tokens) == 4 and tokens == meter(2, 2)[0]
+    found, together = meter(4, 1)
+    assert found == tokens
+    for name in ("model_flops", "attention_flops", "hardware_flops"):
+        assert abs(together[name] / alone[name] - 1) < 0.02, (name, together[name], alone[name])
+    say(f"a group's tokens and operations are counted once: {tokens} tokens, {together['model_flops']:.4g} operations")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
