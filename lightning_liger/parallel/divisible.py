@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn as nn
 from lightning_liger.configs import config_value
 from lightning_liger.padding.backbones import find_backbones
 from lightning_liger.padding.plain_decoder.finding import find_decoders
+from lightning_liger.parallel.ulysses import repeats
 from lightning_liger.report import PaddingReport
 from lightning_liger.settings import Settings
 
@@ -37,9 +39,8 @@ class SequenceReport:
 
 
 def _kv(heads: int, ranks: int) -> str:
-    if heads % ranks:
-        return f"{heads} of keys and values repeated"
-    return f"{heads // ranks} of {heads} of keys and values"
+    own = math.ceil(heads / ranks)
+    return f"{own} of {heads} of keys and values{', repeated' if heads % ranks else ''}"
 
 
 def check_settings(settings: Settings, sequence_parallel_size: int) -> None:
@@ -100,7 +101,7 @@ def larger_sizes(module: nn.Module, size: int, copy: int) -> tuple[int, ...]:
 
 
 def _divides(size: int, query: int, kv: int) -> bool:
-    return query % size == 0 and (kv % size == 0 or size % kv == 0)
+    return repeats(query, kv, size) is not None
 
 
 def head_counts(backbone: Any) -> tuple[int, int]:
