@@ -204,10 +204,14 @@ class RecordedStack:
         block.why, block.waits = self.off, False
         return block.original(*args, **kwargs)
 
+    def forget(self) -> None:
+        """Free what was recorded."""
+        self._shapes.clear()
+
     def switch_off(self, reason: str) -> None:
         """Run every block as it is from now on, and free what was recorded."""
         self.off = reason
-        self._shapes.clear()
+        self.forget()
         self.refuse(f"CUDA graphs: not recorded: {reason}")
 
 

@@ -112,9 +112,10 @@ def decide(
         if len(present) > 1:
             ways.update({Plan((op,)): (use((op,)), forward) for op in present})
     hooked = foreign_hook(block)
+    stacks: list[RecordedStack] = []
     if not options.record and not hooked:
         for ops in dict.fromkeys(((), present)):
-            ways[Plan(ops, False, True)] = (use(ops), _recorded(block, forward))
+            ways[Plan(ops, False, True)] = (use(ops), _recorded(block, forward, stacks))
     if options.compile and not hooked:
         refused: list[str] = []
         graphs = options.graphs.on_trial(refused.append)
@@ -123,7 +124,7 @@ def decide(
         run = _checked(on_code.call, refused)
         ways[Plan((), True)] = (use(()), run)
         if not options.record:
-            ways[Plan((), True, True)] = (use(()), _recorded(block, run))
+            ways[Plan((), True, True)] = (use(()), _recorded(block, run, stacks))
     try:
         with untouched(block, trial.device), nullcontext() if hooked else without_inner_hooks(block):
             costs = measure(trial, ways, Plan(), _SECONDS)
@@ -136,6 +137,8 @@ def decide(
     finally:
         for kernel, resting in before:
             kernel.resting = resting
+        for stack in stacks:  # cycles hold it: the rest of this step would find their memory taken
+            stack.forget()
     for found in [p for p in costs if p.recorded]:
         # what a recording keeps is allocated before its forward begins
         costs[found] = replace(costs[found], kept=costs[replace(found, recorded=False)].kept)
@@ -147,10 +150,11 @@ def decide(
     )
 
 
-def _recorded(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(block: nn.Module, run: Callable[..., Any], stacks: list[RecordedStack]) -> Callable[..., Any]:
     refused: list[str] = []
     stack = RecordedStack([block], 1, refused.append)
     stack.seen_before = 2
+    stacks.append(stack)
     binding = RecordedBlock(block, Switch(True), stack)
     binding.previous = run
     return _checked(binding.call, refused)
