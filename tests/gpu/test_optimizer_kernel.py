@@ -44,6 +44,8 @@ def train(kind: Any, dtype: torch.dtype, take: Any, clip: float = 0.0, **options
     for turn in range(5):
         for i, p in enumerate(of):
             gradient = torch.randn(p.shape, generator=generator, device=CUDA).to(dtype)
+            if options.get("fused"):  # PyTorch's takes gradients that lie as their parameters do, and no others
+                gradient = torch.empty_like(p).copy_(gradient)
             p.grad = None if (i + turn) % 5 == 0 else gradient
         if clip:
             if step is None:
@@ -81,7 +83,8 @@ def test_bf16_state_is_the_operators(dtype: torch.dtype) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             x, y = optimizer.state[a][name].float(), reference.state[b][name].float()
             assert float((x != y).double().mean()) < 2e-2 or x.numel() < 200
-            assert float((x - y).norm() / y.norm()) < 1e-3
+            # one value of few, rounded the other way, is 2**-8 of it
+            assert float((x - y).norm() / y.norm()) < (1e-3 if x.numel() >= 200 else 1e-2)
 
 
 def test_rounding_has_no_bias() -> None:
