@@ -29,11 +29,11 @@ _WITHOUT = {
 
 def advice(comparison: Comparison) -> list[str]:
     """Sentences; none where nothing was measured."""
-    measured = [row for row in comparison.rows if row.measured]
+    measured = [row for row in comparison.rows if row.measured and not row.variant.peer]
     if not measured:
         return []
     best = max(measured, key=lambda row: row.tokens_per_second or 1 / row.step_seconds)
-    found = [] if comparison.order == INSIDE else _fastest(comparison, best)
+    found = [] if comparison.order == INSIDE else _fastest(comparison, best) + _faster_peers(comparison, measured)
     found += _slower(comparison, measured)
     padding = comparison.plain.padding
     if padding is not None and padding < _LITTLE_PADDING and comparison.plain.measured:
@@ -51,6 +51,18 @@ def _fastest(comparison: Comparison, best: Row) -> list[str]:
     gain = f", {ratio:.2f} times plain" if ratio is not None else ""
     strategy = f", strategy={best.variant.strategy!r}" if best.variant.strategy != "auto" else ""
     return [f"Fastest: {best.name}{gain}: Trainer(callbacks=[LigerCallback({_options(comparison, best)})]{strategy})."]
+
+
+def _faster_peers(comparison: Comparison, ours: list[Row]) -> list[str]:
+    """Peers that are faster than the fastest of ours on batches of the same kind."""
+    found = []
+    for row in (r for r in comparison.rows if r.variant.peer and r.measured):
+        like = [r for r in ours if r.variant.same_batches == row.variant.same_batches]
+        rate = row.tokens_per_second
+        best = max((r.tokens_per_second or 0.0 for r in like), default=0.0)
+        if rate is not None and rate > best > 0:
+            found.append(f"{row.name} trains {rate / best:.2f} times the tokens per second of the fastest of ours.")
+    return found
 
 
 def _options(comparison: Comparison, best: Row) -> str:

@@ -6,6 +6,7 @@ Shapes are those of Qwen2.5 (their ``config.json``). Questions are prompts, whos
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_liger.bench.job import Build, Job
+from lightning_liger.bench.task import Sample, Task
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -74,9 +76,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 # 7.6 billion parameters with fp32 masters and Adam state take 122 GB before the first activation
 _PRECISION = {"tiny": "32-true", "0.5b": "bf16-mixed", "7b": "bf16-true"}
 _BATCH_SIZE = {"tiny": 8, "0.5b": 32, "7b": 16}
+_LEARNING_RATE = 1e-5
 
 
-class RandomTokens(Dataset[tuple[Tensor, int]]):
+class RandomTokens(Dataset[Sample]):
     """``(tokens, length of the prompt)`` pairs with the lengths of GSM8K."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -87,13 +90,13 @@ class RandomTokens(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> Sample:
         question, answer = self.lengths[index]
         generator = torch.Generator().manual_seed(index)
         return torch.randint(1, self.vocabulary, (question + answer,), generator=generator), question
 
 
-def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+def collate(samples: list[Sample]) -> dict[str, Tensor]:
     """Padded on the right; the loss is over answers."""
     ids = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True)
     columns = torch.arange(ids.shape[1])
@@ -104,15 +107,33 @@ def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 def build(size: str) -> Job:
     """The job of one size of Qwen2.5."""
-    module = _module_class()(size)
-    loader = DataLoader(
+    precision = _PRECISION[size]
+    task = Task(
+        shape=SHAPES[size],
+        model=functools.partial(qwen2, size),
+        loader=functools.partial(_loader, size),
+        collate=collate,
+        precision=precision,
+        learning_rate=_LEARNING_RATE,
+    )
+    return Job(_module_class()(size), _loader(size, collate), {"precision": precision}, task=task)
+
+
+def qwen2(size: str) -> Any:
+    """``Qwen2ForCausalLM`` with random weights, on the default device, in the default dtype, in training mode."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPES[size], max_position_embeddings=32768, use_cache=False)).train()
+
+
+def _loader(size: str, collate_fn: Callable[[list[Sample]], Any]) -> DataLoader[Sample]:
+    return DataLoader(
         RandomTokens(SHAPES[size]["vocab_size"]),
         batch_size=_BATCH_SIZE[size],
         shuffle=True,
-        collate_fn=collate,
+        collate_fn=collate_fn,
         generator=torch.Generator().manual_seed(0),
     )
-    return Job(module, loader, {"precision": _PRECISION[size]})
 
 
 def gsm8k() -> list[tuple[str, Build]]:
@@ -134,13 +155,9 @@ def _module_class() -> Any:
         def configure_model(self) -> None:
             if hasattr(self, "model"):
                 return
-            from transformers import Qwen2Config, Qwen2ForCausalLM
-
-            config = Qwen2Config(**SHAPES[self.size], max_position_embeddings=32768, use_cache=False)
             # billions of random numbers take minutes on a CPU
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-                self.model = Qwen2ForCausalLM(config)
-            self.model.train()
+                self.model = qwen2(self.size)
 
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             loss: Tensor = self.model(**batch).loss
@@ -148,6 +165,6 @@ def _module_class() -> Any:
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             fused = next(self.parameters()).is_cuda
-            return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=fused)
+            return torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE, fused=fused)
 
     return Module

@@ -140,7 +140,8 @@ class _Steps:
 
     @property
     def facts(self) -> tuple[str, float | None]:
-        return str(self._trainer.precision), peak_flops(self._device, self._trainer)
+        precision = str(self._trainer.precision)
+        return precision, peak_flops(self._device, precision)
 
     @property
     def name(self) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_liger.bench.task import Task
+
 # Anything else (loggers, checkpoints, validation, several devices) would be measured along, or needs more than a step.
 TRAINER_OPTIONS = (
     "accelerator",
@@ -34,12 +36,14 @@ class Job:
         data: a LightningDataModule or training DataLoader; None if the module has one of its own.
         trainer: options of the Trainer, of which :data:`TRAINER_OPTIONS` are kept.
         options: of :class:`lightning_liger.LigerCallback`, for the variants that have one.
+        task: the same training for frameworks that bring a loop of their own; None where there is none.
     """
 
     module: Any
     data: Any = None
     trainer: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    task: Task | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.trainer, dict):

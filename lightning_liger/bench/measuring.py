@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from lightning_liger.bench.job import Build
 from lightning_liger.bench.messages import Plan, Ready
+from lightning_liger.bench.peers import variants as peer_variants
 from lightning_liger.bench.results import Comparison
 from lightning_liger.bench.schedule import Schedule
-from lightning_liger.bench.variants import AS_PADDED, FEATURES, Variant, one_by_one
+from lightning_liger.bench.variants import AS_PADDED, FEATURES, Variant, all_at_once, one_by_one
 
 
 def measure(
@@ -16,25 +17,32 @@ def measure(
     *,
     name: str = "",
     plan: Plan | None = None,
-    features: tuple[str, ...] = FEATURES,
+    features: tuple[str, ...] | None = None,
+    peers: tuple[str, ...] = (),
     budget: int | None = None,
     order: str | None = None,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Plain and one feature more at a time, in processes of their own.
+    """Plain and one feature more at a time, and what others do with the same work, in processes of their own.
 
     Args:
         build: makes the job; importable, because other processes call it.
         name: of the comparison.
         plan: how each run goes.
-        features: which to measure, of :data:`FEATURES`.
-        budget: tokens of the token batches; as many as the largest padded batch has positions if left out.
+        features: which to measure, of :data:`FEATURES`; None for all, and beside peers for all at once.
+        peers: which to measure, of :data:`lightning_liger.bench.peers.PEERS`; the job needs a task.
+        budget: tokens of the token batches, and of packed ones; as many as the largest padded batch has positions if left out.
         order, seconds, tell: see :class:`~lightning_liger.bench.schedule.Schedule`.
     """
 
     def variants(plain: Ready | None) -> list[Variant]:
-        return one_by_one(not_here(plain), chosen=features, budget=budget or AS_PADDED)
+        tokens: int | str = budget or AS_PADDED
+        if peers and features is None:
+            ours = all_at_once(not_here(plain), budget=tokens)
+        else:
+            ours = one_by_one(not_here(plain), chosen=FEATURES if features is None else features, budget=tokens)
+        return [*ours, *peer_variants(peers, plain, tokens)]
 
     schedule = Schedule(build, variants, plan or Plan(), order, seconds, tell)
     schedule.result.name = name

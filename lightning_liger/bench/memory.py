@@ -19,14 +19,19 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
-        if device.type == "cuda":
+        self.forget()
+        if device.type != "cuda":
+            self._before = _status("VmRSS") or _largest()
+
+    def forget(self) -> None:
+        """Peaks until now do not count; what is still held does."""
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(self._device)
         else:
             # Where the system has no such file, the peak counts from the start of the process.
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
-            self._before = _status("VmRSS") or _largest()
 
     def read(self) -> int:
         """Until now."""

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_liger.bench.results import Comparison, Row
 
 _INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
-_PLAIN, _FAST, _FAILED = "#94a3b8", "#2563eb", "#dc2626"
+_PLAIN, _FAST, _PEER, _FAILED = "#94a3b8", "#2563eb", "#c4b5fd", "#dc2626"
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _GRID,
     "axes.axisbelow": True,
@@ -55,7 +55,9 @@ def save_picture(comparisons: list[Comparison], path: Path) -> None:
 
 
 def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], form: str) -> None:
-    colors = [_PLAIN if index == 0 else _FAST for index in range(len(rows))]
+    from matplotlib import ticker
+
+    colors = [_PLAIN if index == 0 else _PEER if row.variant.peer else _FAST for index, row in enumerate(rows)]
     bars = axes.barh([row.name for row in rows], [value or 0.0 for value in values], height=0.62, color=colors)
     for bar, row, value in zip(bars, rows, values, strict=True):
         failed = "out of memory" if row.out_of_memory else "failed" if row.failure else "not known"
@@ -74,14 +76,16 @@ def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], fo
     axes.invert_yaxis()
     axes.margins(x=0.18)
     axes.set_xlim(left=0)
-    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(4))
     axes.grid(axis="x")
 
 
 def _curves(axes: Any, comparison: Comparison) -> None:
     """Plain's losses, and on them those of the last variant that saw the same batches."""
+    from matplotlib import ticker
+
     axes.set_title("Loss on the same batches")
-    same = [row for row in comparison.rows[1:] if row.measured and row.variant.same_batches]
+    same = [r for r in comparison.rows[1:] if r.measured and r.variant.same_batches and not r.variant.peer]
     shown = ([comparison.plain] if comparison.plain.measured else []) + same[-1:]
     for row, wide in zip(shown, (True, False), strict=False):
         plain = row is comparison.plain
@@ -95,7 +99,7 @@ def _curves(axes: Any, comparison: Comparison) -> None:
             label=row.name,
         )
     axes.set_xlabel("optimizer step", color=_MUTED)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
     axes.grid()
     if shown:
         axes.legend(frameon=False, labelcolor=_INK)

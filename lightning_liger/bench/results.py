@@ -199,7 +199,9 @@ class Comparison:
 
     def base(self, row: Row) -> Row | None:
         """Whose batches a variant sees: plain's, or those of the first one whose batches are others; None for these two."""
-        others = (r for r in self.rows if r.measured and not r.variant.same_batches)
+        if row.variant.own_batches:
+            return None
+        others = (r for r in self.rows if r.measured and not (r.variant.same_batches or r.variant.own_batches))
         found = self.plain if row.variant.same_batches else next(others, None)
         return None if found is row else found
 
@@ -238,7 +240,7 @@ class Comparison:
         """What makes the comparison worthless, or a variant wrong."""
         found = []
         for row in self.rows:
-            if row.failure and not row.variant.skipped and not row.out_of_memory:
+            if row.failure and not row.variant.skipped and not row.variant.peer and not row.out_of_memory:
                 found.append(f"{row.name} failed: {row.failure}")
             base = self.base(row)
             if not row.measured or base is None:
@@ -274,6 +276,8 @@ class Comparison:
             "name": row.name,
             "options": {k: _plainly(v) for k, v in row.settings.items()},
             "skipped": row.variant.skipped,
+            "peer": row.variant.peer,
+            "meaning": row.variant.meaning,
             "failure": "" if row.variant.skipped else row.failure,
             "out_of_memory": row.out_of_memory,
         }

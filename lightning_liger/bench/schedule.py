@@ -113,8 +113,9 @@ class Schedule:
                 begun = False
                 if not row.failure:
                     self._end(worker, row)
-                # what is left of a failed run must not weigh on the next one; nor must what an allocator of the CPU keeps
-                if row.failure or self._plain is None or self._plain.kind == "cpu":
+                # what is left of a failed run must not weigh on the next one; nor must what a peer has patched, or what
+                # an allocator of the CPU keeps
+                if row.failure or row.variant.peer or self._plain is None or self._plain.kind == "cpu":
                     self._close(worker)
                     worker = None
 
@@ -172,12 +173,17 @@ class Schedule:
 
     def _with_budget(self, variant: Variant) -> Variant:
         """Batches as large as the padded ones were, once their size is known."""
+        if variant.arguments.get("tokens") == AS_PADDED:
+            return replace(variant, arguments={**variant.arguments, "tokens": self._largest()})
         if variant.defaults.get("max_tokens_per_batch", {}).get("max_tokens_per_batch") != AS_PADDED:
             return variant
-        largest = max((row.largest for row in self.result.rows if row.variant.same_batches), default=0)
+        largest = self._largest()
         filled = {"max_tokens_per_batch": largest, "overlong": "own_batch"}
         options = filled if largest else {"max_tokens_per_batch": "keep_samples"}
         return replace(variant, defaults={**variant.defaults, "max_tokens_per_batch": options})
+
+    def _largest(self) -> int:
+        return max((row.largest for row in self.result.rows if row.variant.same_batches), default=0)
 
     def _by_memory(self, count: int, row: Row) -> str:
         if row.failure or not row.warm_ups:

@@ -31,7 +31,7 @@ def show(comparison: Comparison) -> str:
         _title(comparison),
         table(["variant", *(c.title for c in columns)], rows, numbers=True),
         "",
-        *_wrapped("Each variant has all that the ones above it have." if _cumulative(comparison) else ""),
+        *_wrapped("A variant with a + has all that ours above it have." if _cumulative(comparison) else ""),
         *(_entry(row.name, row.variant.meaning) for row in comparison.rows if not _skipped(row)),
         "",
         *(_entry(c.title, c.meaning) for c in columns),
@@ -70,7 +70,8 @@ def _cumulative(comparison: Comparison) -> bool:
 
 
 def _skipped(row: Row) -> bool:
-    return bool(row.variant.skipped)
+    """Whether it has no row; a peer has one all the same."""
+    return bool(row.variant.skipped) and not row.variant.peer
 
 
 def _how(comparison: Comparison) -> str:
@@ -94,14 +95,14 @@ def _how(comparison: Comparison) -> str:
 
 def _notes(comparison: Comparison) -> list[str]:
     """What a row cannot say in a number."""
-    found = [f"{row.name} is not measured: {row.variant.skipped}." for row in comparison.rows if _skipped(row)]
+    found = [f"{row.name} is not measured: {row.variant.skipped}." for row in comparison.rows if row.variant.skipped]
     for row in comparison.rows:
         if row.out_of_memory:
             found.append(f"{row.name}: a batch did not fit into memory; the other variants went on without it.")
-        elif row.failure and not _skipped(row):
+        elif row.failure and not row.variant.skipped:
             found.append(f"{row.name}: {row.failure}")
     # the rows above have features off on purpose, and would say so
-    last = next((row for row in comparison.rows[::-1] if row.measured), None)
+    last = next((row for row in comparison.rows[::-1] if row.measured and not row.variant.peer), None)
     if last is not None:
         found += [f"{last.name}: {reason}" for reason in last.reasons]
     return found
@@ -119,6 +120,8 @@ def _entry(name: str, meaning: str) -> str:
 
 
 def _step(comparison: Comparison, row: Row) -> str:
+    if row.variant.skipped:
+        return "not here"
     if row.failure:
         return "out of memory" if row.out_of_memory else "failed"
     return f"{1000 * row.step_seconds:,.1f} ms ± {row.spread:.0%}" if row.measured else _EMPTY
@@ -159,7 +162,7 @@ def _deviation(comparison: Comparison, row: Row) -> str:
     if row is comparison.plain or not row.measured:
         return _EMPTY
     if comparison.base(row) is None:
-        return "other batches"
+        return "own batches" if row.variant.own_batches else "other batches"
     deviation = comparison.deviation(row)
     if deviation is None:
         return _EMPTY

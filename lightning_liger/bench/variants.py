@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_liger.settings import Settings
@@ -23,8 +23,11 @@ class Variant:
         defaults: by option; where the job leaves that one out (None or False), these options are set.
         strategy: of the Trainer.
         same_batches: whether it sees the batches of the plain run, so that losses must be equal.
+        own_batches: whether it sees batches that no other variant sees, so that its losses are its own.
         lower_precision: whether it computes in another precision than the plain run.
         skipped: why it is not measured, or ``""``.
+        peer: of :data:`lightning_liger.bench.peers.PEERS`, which trains in place of Lightning; ``""`` for a variant of ours.
+        arguments: of the peer.
     """
 
     name: str
@@ -33,8 +36,11 @@ class Variant:
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     strategy: str = "auto"
     same_batches: bool = True
+    own_batches: bool = False
     lower_precision: bool = False
     skipped: str = ""
+    peer: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def options_for(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Options of the callback in a job that asks for ``own``."""
@@ -122,6 +128,12 @@ def one_by_one(
             )
         )
     return found
+
+
+def all_at_once(skipped: Mapping[str, str], *, budget: int | str = AS_PADDED) -> list[Variant]:
+    """The callback with its defaults, for a comparison with others than plain; see :func:`one_by_one`."""
+    policy, *_, batches = one_by_one(skipped, chosen=("bf16", "kernels", "head", "padding", "batches"), budget=budget)
+    return [ACCELERATED, replace(policy, options={}), replace(batches, options={})]
 
 
 def options_of(names: set[str]) -> set[str]:

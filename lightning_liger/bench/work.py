@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -42,10 +41,9 @@ class Work:
         return self._operations.of([BackboneCall(model, shape, True, batch.lengths)], heads).model
 
 
-def peak_flops(device: torch.device, trainer: Any) -> float | None:
-    """FLOP/s of the device in the precision of ``trainer``; None on a CPU, which shares its cores with the rest."""
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of the device in one of Lightning's precisions; None on a CPU, which shares its cores with the rest."""
     if device.type != "cuda":
         return None
-    precision = str(trainer.precision)
     dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if precision.startswith("16") else torch.float32
     return ceiling(device, dtype).tflops * 1e12

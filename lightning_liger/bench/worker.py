@@ -16,6 +16,7 @@ import torch
 from lightning_liger.bench.baton import Baton
 from lightning_liger.bench.job import Build, Job, as_job
 from lightning_liger.bench.messages import Done, Failure, Plan
+from lightning_liger.bench.turns import Turns
 from lightning_liger.bench.variants import Variant
 
 
@@ -30,12 +31,13 @@ def serve(pipe: Connection, build: Build, plan: Plan) -> None:
             return
         if variant is None:
             return
-        baton = Baton(pipe, plan)
+        turns = Turns(pipe, plan)
+        run = _run_peer if variant.peer else _run
         try:
-            outcome: Done | Failure = _run(build, variant, plan, baton)
+            outcome: Done | Failure = run(build, variant, plan, turns)
         except BaseException as error:
-            outcome = _failure(error, baton)
-        del baton
+            outcome = _failure(error, turns)
+        del turns
         try:
             pipe.send(outcome)
         except OSError:
@@ -65,24 +67,35 @@ def tree_of(module: Any) -> Any:
     return lightning.pytorch
 
 
-def _run(build: Build, variant: Variant, plan: Plan, baton: Baton) -> Done | Failure:
+def _run(build: Build, variant: Variant, plan: Plan, turns: Turns) -> Done | Failure:
     import lightning.pytorch
 
     lightning.pytorch.seed_everything(plan.seed, verbose=False)
     job = as_job(build())
-    trainer, callback = _trainer(job, variant, plan, baton)
+    trainer, callback = _trainer(job, variant, plan, turns)
     quiet()  # once more: importing sets loggers back
     trainer.fit(job.module, job.data)
-    if not baton.stopped:
+    if not turns.stopped:
         return Failure(f"training ended by itself after {trainer.global_step} steps; {plan.most_steps} are needed")
     if callback is None:
-        return Done(baton.peak_memory())
+        return Done(turns.peak_memory())
     report = callback.report
     settings = {k: v for k, v in vars(callback.settings).items() if not callable(v)}
-    return Done(baton.peak_memory(), settings, report.to_dict(), tuple(report.reasons()))
+    return Done(turns.peak_memory(), settings, report.to_dict(), tuple(report.reasons()))
 
 
-def _trainer(job: Job, variant: Variant, plan: Plan, baton: Baton) -> tuple[Any, Any]:
+def _run_peer(build: Build, variant: Variant, plan: Plan, turns: Turns) -> Done | Failure:
+    from lightning_liger.bench import peers
+    from lightning_liger.bench.peers.session import Session
+
+    task = as_job(build()).task
+    if task is None:
+        return Failure("this job has no task that others could train")
+    peers.run(variant, Session(task, plan, turns))
+    return Done(turns.peak_memory()) if turns.stopped else Failure("training ended by itself")
+
+
+def _trainer(job: Job, variant: Variant, plan: Plan, turns: Turns) -> tuple[Any, Any]:
     from lightning_liger import LigerCallback
 
     callback = None if variant.options is None else LigerCallback(**variant.options_for(job.options))
@@ -93,7 +106,7 @@ def _trainer(job: Job, variant: Variant, plan: Plan, baton: Baton) -> tuple[Any,
             **plan.trainer,
             "strategy": variant.strategy,
             "devices": 1,
-            "callbacks": [*([] if callback is None else [callback]), baton],
+            "callbacks": [*([] if callback is None else [callback]), Baton(turns)],
             # more than will be made: modules with several optimizers count each of their steps
             "max_steps": 10 * plan.most_steps,
             "max_epochs": -1,
@@ -108,7 +121,7 @@ def _trainer(job: Job, variant: Variant, plan: Plan, baton: Baton) -> tuple[Any,
     return trainer, callback
 
 
-def _failure(error: BaseException, baton: Baton) -> Failure:
+def _failure(error: BaseException, turns: Turns) -> Failure:
     text = " ".join(str(error).split())
     memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in text for words in ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
@@ -116,9 +129,9 @@ def _failure(error: BaseException, baton: Baton) -> Failure:
     trace = "".join(traceback.format_exception(error))
     traceback.clear_frames(error.__traceback__)
     with suppress(Exception):  # a device that has crashed cannot be read any more
-        baton.failed()
+        turns.failed()
     what = "out of memory" if memory else f"{type(error).__name__}: {text[:300]}"
-    return Failure(what, memory, baton.largest, "" if memory else trace)
+    return Failure(what, memory, turns.largest, "" if memory else trace)
 
 
 def _clear() -> None:

@@ -31,6 +31,7 @@ runs out of memory is a row of the table, and no failure.
 
 def parser() -> argparse.ArgumentParser:
     """The options, as ``--help`` shows them."""
+    from lightning_liger.bench.peers import PEERS
     from lightning_liger.bench.suites import SUITES
     from lightning_liger.bench.variants import FEATURES
 
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         "--features",
         metavar="A,B",
         help=f"measure these only, of {','.join(FEATURES)} (default: all that can run here)",
+    )
+    add(
+        "--peers",
+        metavar="A,B",
+        default="none",
+        help=f"of a suite: what others do with the same work; all, none, or some of {','.join(PEERS)} (default: none)",
     )
     add("--steps", type=int, default=4, help="optimizer steps of each turn (default: %(default)s)")
     add("--warmup", type=int, default=4, help="optimizer steps before the first turn (default: %(default)s)")
@@ -91,6 +98,7 @@ def main(argv: list[str]) -> int:
             name=name,
             plan=_plan(given),
             features=_features(given.features),
+            peers=_peers(given),
             budget=given.max_tokens,
             order={"auto": None, "turns": "side by side", "rounds": "one after the other"}[given.order],
             seconds=given.time_limit,
@@ -117,19 +125,31 @@ def _check(given: argparse.Namespace) -> None:
     for name, least in (("steps", 1), ("warmup", 1), ("rounds", 1)):
         if getattr(given, name) < least:
             raise CommandError(f"--{name} {getattr(given, name)}: must be at least {least}.")
+    if given.peers != "none" and given.suite is None:
+        raise CommandError(f"--peers {given.peers}: peers train the data and model of a --suite, and TARGET is given.")
     if given.max_tokens is not None and given.max_tokens < 1:
         raise CommandError(f"--max-tokens {given.max_tokens}: expected a positive number of tokens, such as 16384.")
 
 
-def _features(text: str | None) -> tuple[str, ...]:
+def _features(text: str | None) -> tuple[str, ...] | None:
     from lightning_liger.bench.variants import FEATURES
 
-    if text is None:
-        return FEATURES
+    return None if text is None else _named("--features", "feature", text, FEATURES)
+
+
+def _peers(given: argparse.Namespace) -> tuple[str, ...]:
+    from lightning_liger.bench.peers import PEERS
+
+    if given.peers in ("all", "none"):
+        return PEERS if given.peers == "all" else ()
+    return _named("--peers", "peer", given.peers, PEERS)
+
+
+def _named(option: str, kind: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     chosen = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in chosen:
-        if name not in FEATURES:
-            raise CommandError(f"--features {text}: no feature {name!r}; there are {', '.join(FEATURES)}.")
+        if name not in known:
+            raise CommandError(f"{option} {text}: no {kind} {name!r}; there are {', '.join(known)}.")
     return chosen
 
 

@@ -27,6 +27,8 @@ JOBS = Path(__file__).parent.parent / "attribution" / "jobs.py"
         ([f"{JOBS}:ordinary", "--features", "padding,magic"], "--features padding,magic: no feature 'magic'"),
         ([f"{JOBS}:ordinary", "--steps", "0"], "--steps 0: must be at least 1"),
         ([f"{JOBS}:ordinary", "--max-tokens", "-4"], "--max-tokens -4: expected a positive number of tokens"),
+        ([f"{JOBS}:ordinary", "--peers", "all"], "--peers all: peers train the data and model of a --suite"),
+        (["--suite", "gsm8k", "--peers", "trl,magic"], "--peers trl,magic: no peer 'magic'; there are trainer, trl"),
         (["--suite", "gsm8k", "--only", "900b"], "--only 900b: --suite gsm8k has tiny"),
     ],
 )
