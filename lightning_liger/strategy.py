@@ -61,6 +61,8 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
         offload: keep parameters, gradients and optimizer state in host memory.
         activation_checkpointing: ``"none"``; ``"full"`` keeps only each block's inputs for backward and computes the block
             again; ``"selective"`` also keeps as much of what attention and matrix products gave as memory has room for.
+        activation_offload: keep what blocks have for backward in host memory, copied while they compute and back before
+            they are needed. With ``activation_checkpointing="full"`` or ``"selective"`` these are the blocks' inputs.
         weights: values for models built on the ``meta`` device: ``"auto"`` is the checkpoint that a transformers
             configuration names, else the model's own initialisation; ``"init"`` always that; or a checkpoint's path.
         prefetch: how many blocks to gather ahead; 0 leaves FSDP its own one.
@@ -86,6 +88,7 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
         reshard_after_forward: bool | Auto = "auto",
         offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
+        activation_offload: bool = False,
         weights: str = "auto",
         prefetch: int = 0,
         gather_in_evaluation: bool | Auto = "auto",
@@ -106,7 +109,14 @@ class _LigerFSDP(Checkpointing, Memory, Stepping, PolicyPrecision, SharedBatches
             timeout=timeout,
         )
         self.init_checkpointing(state_dict_type, async_save, exclude_frozen_parameters)
-        self.init_memory(activation_checkpointing, reshard_after_forward, weights, prefetch, gather_in_evaluation)
+        self.init_memory(
+            activation_checkpointing,
+            reshard_after_forward,
+            weights,
+            prefetch,
+            gather_in_evaluation,
+            activation_offload,
+        )
         self.init_shared_batches(sequence_parallel_size)
         check_state_dtype(optimizer_state_dtype)
         self._optimizer_state_dtype = optimizer_state_dtype

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lightning_liger.parallel.meta_run import run_on_meta
+from lightning_liger.parallel.offloading import BLOCKS_ON_DEVICE
 from lightning_liger.parallel.selecting import Product, Selection, levels
 
 
@@ -68,6 +69,10 @@ class Activations:
             every_second = sum(p.bytes for p in self.products if p.index % 2 == 0)
             return self.entries + self.blocks * (self.attention + every_second)
         return self.entries + selection.kept(self.tokens)
+
+    def on_host(self, mode: str) -> int:
+        """Bytes that wait in host memory where blocks' activations are offloaded."""
+        return max(self.blocks - BLOCKS_ON_DEVICE, 0) * (self.block if mode == "none" else self.entry)
 
     def computed_again(self, mode: str, selection: Selection) -> int:
         """Bytes that the last block's second run adds to what it has kept."""

@@ -20,6 +20,7 @@ from lightning_liger.parallel.gradients import reads_old_gradients
 from lightning_liger.parallel.materialize import Materializer
 from lightning_liger.parallel.memory_plan import MemoryPlan
 from lightning_liger.parallel.mesh import sharding_mesh
+from lightning_liger.parallel.offloading import ActivationOffload, offload_activations
 from lightning_liger.parallel.planning import plan_memory
 from lightning_liger.parallel.prefetch import check_depth, lists_of, set_prefetch
 from lightning_liger.parallel.recompute import Recomputed, check_mode, recompute_blocks
@@ -47,6 +48,8 @@ class Memory(_Base):
             block again; ``"selective"`` also keeps as much of what attention and matrix products gave as memory has room
             for (:mod:`lightning_liger.parallel.selecting`).
         weights: where values of modules built on the ``meta`` device come from, see :class:`Materializer`.
+        activation_offload: keep what blocks have for backward in host memory
+            (:mod:`lightning_liger.parallel.offloading`).
         prefetch: how many blocks are gathered ahead of the one that computes; 0 leaves FSDP its own one.
         gather_in_evaluation: gather the model once per evaluation loop, which makes ``generate()`` and passes on single
             ranks possible; ``"auto"`` does it when memory allows.
@@ -61,6 +64,7 @@ class Memory(_Base):
         weights: str,
         prefetch: int,
         gather_in_evaluation: bool | str,
+        activation_offload: bool = False,
     ) -> None:
         """Take the options.
 
@@ -75,7 +79,11 @@ class Memory(_Base):
             raise ValueError(f"weights={weights!r}: expected 'auto', 'init', or a directory or repository.")
         if gather_in_evaluation != "auto" and not isinstance(gather_in_evaluation, bool):
             raise ValueError(f"gather_in_evaluation={gather_in_evaluation!r}: expected True, False or 'auto'.")
+        if not isinstance(activation_offload, bool):
+            raise ValueError(f"activation_offload={activation_offload!r}: expected True or False.")
         self._activation_checkpointing = activation_checkpointing
+        self._activation_offload = activation_offload
+        self._activations_on_host: ActivationOffload | None = None
         self._reshard_after_forward = reshard_after_forward
         self._weights = weights
         self._prefetch = prefetch
@@ -106,6 +114,8 @@ class Memory(_Base):
             note(f"activation_checkpointing={self._activation_checkpointing!r} found no blocks to checkpoint")
         for blocks in lists_of(sharding.blocks):
             set_prefetch(blocks, self._prefetch)
+        if self._activation_offload:
+            self._activations_on_host = offload_activations(list(sharding.blocks.values()), device, note)
         generating = sharded_generate(
             module, self._memory_switch, self._gathering, Rendezvous(self._timeout or timedelta(minutes=30)), note
         )
@@ -115,6 +125,8 @@ class Memory(_Base):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Plan for the first batch, before it runs. A collective, once."""
+        if self._activations_on_host is not None:
+            self._activations_on_host.check()
         if self._planned or self._sharding_to_plan is None:
             return
         self._planned = True
@@ -135,6 +147,7 @@ class Memory(_Base):
                 checkpointing=self._activation_checkpointing,
                 offload=self._offload,
                 keeps_blocks=self._reshard_after_forward is False,
+                offloads_activations=self._activation_offload,
                 prefetch=self._prefetch,
                 accumulates=trainer.accumulate_grad_batches > 1,
                 frees_gradients=self.lightning_module.automatic_optimization and not reads_old_gradients(trainer),
@@ -226,6 +239,9 @@ class Memory(_Base):
         for binding in reversed(self._memory_bindings):
             binding.unbind()
         self._memory_bindings = []
+        if self._activations_on_host is not None:
+            self._activations_on_host.close()
+        self._activations_on_host = None
         self._gathering = self._sharding_to_plan = None
         self._evaluating = False
         super().teardown()

@@ -100,6 +100,7 @@ class MemoryPlan:
         accumulates: gradients of earlier micro-batches are there.
         frees_gradients: those of the step before are not.
         chosen: what selective checkpointing keeps, once all ranks have agreed.
+        offloads: what blocks keep waits in host memory; None where that is where the device's is.
         slices: among how many ranks the batch's tokens are divided. divisible: larger numbers that would do.
     """
 
@@ -115,6 +116,7 @@ class MemoryPlan:
     chosen: Selection | None = None
     slices: int = 1
     divisible: tuple[int, ...] = ()
+    offloads: bool | None = None
 
     @functools.cached_property
     def selection(self) -> Selection:
@@ -139,7 +141,7 @@ class MemoryPlan:
         kept = UNCOUNTED + (0 if s.offload else s.parameters + s.optimizer)
         gradients = 0 if s.offload else s.gradients
         earlier = s.accumulated if self.accumulates else 0 if self.frees_gradients else gradients
-        activations = a.kept(mode, selection)
+        activations = a.kept(mode, selection) - self._moved
         one_block = a.computed_again(mode, selection) + a.backward + s.block_reduced
         last = max(s.root, s.reduced) + s.root_gradients
         return {
@@ -166,7 +168,11 @@ class MemoryPlan:
     def host(self) -> int:
         """Bytes of host memory per rank."""
         s = self.state
-        return s.parameters + s.gradients + s.optimizer + s.temporaries if s.offload else 0
+        return self._moved + (s.parameters + s.gradients + s.optimizer + s.temporaries if s.offload else 0)
+
+    @property
+    def _moved(self) -> int:
+        return self.activations.on_host(self.checkpointing) if self.offloads else 0
 
     def remedies(self) -> list[str]:
         """Single switches, then pairs, that make it fit; empty if it does."""
@@ -187,6 +193,8 @@ class MemoryPlan:
         if self.state.keeps_blocks:
             less = replace(self.state, keeps_blocks=False)
             made.append(("reshard_after_forward=True", replace(base, state=less)))
+        if self.offloads is False:
+            made.append(("activation_offload=True", replace(base, offloads=True)))
         for slices in self.divisible:
             factor = slices // self.slices
             smaller = self.activations.scaled(1 / factor)
@@ -223,6 +231,7 @@ class MemoryPlan:
             (f"optimizer state{where}", s.optimizer),
             ("gathered: root and blocks in flight", s.gathered),
             (f"activations of {self.tokens:,} tokens, checkpointing {self.checkpointing}", self._activations),
+            *([("activations in host memory", self._moved)] if self.offloads else []),
             ("logits and gradients of the head", self.head),
         ]
 
@@ -230,7 +239,7 @@ class MemoryPlan:
     def _activations(self) -> int:
         selection = self.selection if self.checkpointing == "selective" else Selection()
         again = self.activations.computed_again(self.checkpointing, selection)
-        return self.activations.kept(self.checkpointing, selection) + again
+        return self.activations.kept(self.checkpointing, selection) + again - self._moved
 
     def render(self) -> str:
         """The plan as text."""
@@ -259,6 +268,7 @@ class MemoryPlan:
             "tokens": self.tokens,
             "slices": self.slices,
             "checkpointing": self.checkpointing,
+            "activations_on_host": self._moved,
             "kept": self.selection.describe(self.activations.tokens) if self.checkpointing == "selective" else "",
             "moments": self.moments(),
             "peak": self.peak,

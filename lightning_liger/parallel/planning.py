@@ -75,6 +75,7 @@ def plan_memory(
     prefetch: int = 0,
     accumulates: bool = False,
     frees_gradients: bool = True,
+    offloads_activations: bool = False,
     ranks: int = 1,
     slices: int = 1,
 ) -> MemoryPlan:
@@ -84,6 +85,7 @@ def plan_memory(
         packed: padding is removed. fused_head: the head is computed together with the loss.
         accumulates: gradients of earlier micro-batches are there when a later one runs.
         frees_gradients: those of the step before are gone when its successor begins.
+        offloads_activations: what blocks keep is moved to host memory.
         ranks: over how many ranks each parameter is spread.
         slices: among how many ranks the tokens of a packed batch are divided.
         See :class:`State` and :class:`MemoryPlan` for the rest.
@@ -104,6 +106,7 @@ def plan_memory(
         accumulates=accumulates,
         frees_gradients=frees_gradients,
         slices=slices,
+        offloads=offloads_activations if device.type == "cuda" else None,
         divisible=larger_sizes(module, slices, ranks) if packed else (),
     )
 
