@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_liger.choices import OptimizerStateDtype
 from lightning_liger.optim.adamw import fused_step_of
@@ -21,6 +22,7 @@ from lightning_liger.parallel.gradients import (
     no_gradient_sync,
     reduce_after_backward,
 )
+from lightning_liger.parallel.groups import sharded_parts
 from lightning_liger.parallel.optimizer_trial import check_takes_shards
 from lightning_liger.parallel.optimizers import no_mixed_lists, replace_stale, use_fused
 from lightning_liger.parallel.shard import Sharding, reshard
@@ -40,6 +42,7 @@ class Stepping(_Base):
     _optimizer_state_dtype: OptimizerStateDtype | None = None
     _sharding = Sharding()
     _unsharded_gradients: UnshardedGradients | None = None
+    _parts: Sequence[FSDPModule] = ()
     _inside_manual_step = False
     _stepped = False  # an optimizer has, and nothing has run since
 
@@ -53,6 +56,7 @@ class Stepping(_Base):
         self._unsharded_gradients = UnshardedGradients(sharding.whole.values(), data)
 
     def end_stepping(self) -> None:
+        self._parts = ()
         if self._unsharded_gradients is not None:
             self._unsharded_gradients.remove()
 
@@ -90,6 +94,7 @@ class Stepping(_Base):
     def on_train_start(self) -> None:
         reshard(self._root)
         check_managed(self._root, self._sharding)
+        self._parts = list(sharded_parts(self._root))  # a walk over all modules is too slow for every step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._root.automatic_optimization:
@@ -113,7 +118,8 @@ class Stepping(_Base):
 
     def _refresh(self) -> None:
         """Let go of gathered parameters; the module's own are gathered again for what follows in a manual step."""
-        reshard(self._root)
+        for part in self._parts or sharded_parts(self._root):
+            part.reshard()
         if self._inside_manual_step and self._root._parameters and self._sharding.entry is not None:
             self._sharding.entry.gather()
 

@@ -51,6 +51,10 @@ VARIANTS = {
     "14b-stock-4": Variant("14b", None, sequences=4),
     "14b-16k-full": Variant("14b", {"activation_checkpointing": "full"}, tokens=16384),
     "14b-16k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=16384),
+    "14b-16k-bf16-state": Variant(
+        "14b", {"activation_checkpointing": "selective", "optimizer_state_dtype": "bf16"}, tokens=16384
+    ),
+    "7b-16k-bf16-state": Variant("7b", {"optimizer_state_dtype": "bf16"}, tokens=16384),
     "14b-8k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=8192),
     "14b-24k-selective": Variant("14b", {"activation_checkpointing": "selective"}, tokens=24576),
     "tiny-stock": Variant("tiny", None, sequences=8),

@@ -323,3 +323,33 @@ def test_selective_checkpointing_by_what_a_device_has(monkeypatch: pytest.Monkey
     assert least[0]["peak"] < half[0]["peak"] < most[0]["peak"]
     for other in (most, half):
         assert all(torch.equal(a, b) for a, b in zip(least[1], other[1], strict=True))
+
+
+def test_half_the_state_leaves_room_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device where fp32 state leaves room for nothing, bf16 state leaves four bytes a parameter."""
+    monkeypatch.setattr(memory_plan, "FRACTION_USABLE", 1.0)
+
+    class WithAdamW(modules.InInit):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), foreach=False)
+
+    def plan(capacity: int, **options: Any) -> dict[str, Any]:
+        monkeypatch.setattr(planning, "capacity_of", lambda _: capacity)
+        callback = LigerCallback(verbose=False)
+        strategy = LigerFSDPStrategy(bf16=False, activation_checkpointing="selective", **options)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, callbacks=[callback], max_steps=1, logger=False,
+            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = WithAdamW("llama")
+        trainer.fit(module, modules.loader())
+        sizes.append(sum(p.numel() for p in module.parameters()))
+        return callback.report.to_dict()["memory_plan"]
+
+    sizes: list[int] = []
+    least = plan(0)
+    fp32, bf16 = plan(least["peak"]), plan(least["peak"], optimizer_state_dtype="bf16")
+    assert (fp32["optimizer"], bf16["optimizer"]) == (8 * sizes[0], 4 * sizes[0])
+    assert fp32["kept"] == "nothing" != bf16["kept"] and bf16["fits"], bf16
+    steps = [one["moments"]["optimizer steps"] - one["temporaries"] for one in (fp32, bf16)]
+    assert steps[0] - steps[1] == 4 * sizes[0]
