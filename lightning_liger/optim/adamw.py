@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_liger.optim.formula import Row, row_of, update
-from lightning_liger.optim.places import Place, local, noise_key, place_of
+from lightning_liger.optim.places import Place, alike, local, noise_key, place_of
 from lightning_liger.parallel.clipping import global_norm
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,6 +52,7 @@ class FusedStep:
         self._steps = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._group_of: list[int] = []
         self._keys: list[int] = []
+        self._turned: set[int] = set()
         self._places: list[tuple[Place, list[int], Any]] = []
         self._factor: Tensor | None = None
         self._leave_clipped = False
@@ -187,12 +188,20 @@ class FusedStep:
         addresses = [0 if g is None else g.data_ptr() for g in gradients]
         if self.kernel:
             for i, gradient in enumerate(gradients):
-                if gradient is not None and not gradient.is_contiguous():
-                    gradients[i] = whole = gradient.contiguous()
-                    addresses[i] = whole.data_ptr()
-                    if gradient is parameters[i].grad:
-                        parameters[i].grad = whole
+                if gradient is not None and (i in self._turned or not gradient.is_contiguous()):
+                    self._lay_out(i, gradients, addresses)
         return gradients, np.array(addresses, np.int64)
+
+    def _lay_out(self, number: int, gradients: list[Any], addresses: list[int]) -> None:
+        """Give a gradient the order that its parameter has in memory, if it has another."""
+        parameter = self._parameters[number]
+        own = local(parameter)
+        if alike((own, gradients[number])):
+            return
+        laid = torch.empty_like(own, dtype=gradients[number].dtype).copy_(gradients[number])
+        if gradients[number] is parameter.grad:
+            parameter.grad = laid
+        gradients[number], addresses[number] = laid, laid.data_ptr()
 
     def _is_current(self, parameters: list[Any], gradients: list[Any]) -> bool:
         own = self._parameters
@@ -201,11 +210,12 @@ class FusedStep:
         if not all(a is b for a, b in zip(parameters, own, strict=True)):
             return False
         first, second = self._moments
+        held = self._state.get
         for i, state in enumerate(self._states):
             if not state:
                 if gradients[i] is not None:
                     return False
-            elif state["exp_avg"] is not first[i] or state["exp_avg_sq"] is not second[i]:
+            elif held(own[i]) is not state or state["exp_avg"] is not first[i] or state["exp_avg_sq"] is not second[i]:
                 return False
         addresses = [(p._local_tensor if type(p) is DTensor else p).data_ptr() for p in parameters]
         return np.array_equal(addresses, self._known)
@@ -229,9 +239,13 @@ class FusedStep:
             if state:
                 steps[i] = float(state["step"])
                 state["step"] = steps[i]
+                for name in MOMENTS:
+                    if not alike((local(parameters[i]), local(state[name]))):  # files hold the usual order
+                        state[name] = torch.empty_like(parameters[i], dtype=state[name].dtype).copy_(state[name])
         self._steps = steps
         self._group_of = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._moments = [[state.get(name) for state in self._states] for name in MOMENTS]
+        self._turned = {i for i, p in enumerate(parameters) if not local(p).is_contiguous()}
         self._known = np.array([local(p).data_ptr() for p in parameters], np.int64)
         self._keys = [noise_key(p, i) for i, p in enumerate(parameters)]
         self._arrange()
@@ -244,7 +258,7 @@ class FusedStep:
                 continue
             parts = [local(parameter), *(local(moments[i]) for moments in self._moments)]
             own_dtype = getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
-            fits = self.kernel and own_dtype and all(t.is_contiguous() for t in parts)
+            fits = self.kernel and own_dtype and alike(parts)
             groups.setdefault((place_of(parameter), fits), []).append(i)
         self._places = []
         for (place, fits), numbers in groups.items():

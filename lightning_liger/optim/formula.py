@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_liger.optim.places import alike
 from lightning_liger.optim.rounding import key_at, noise, to_bf16
 
 # Entries at a time where values are converted, so that what is fp32 for a moment stays small.
@@ -72,9 +73,11 @@ def update(p: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, row
     if exp_avg.dtype == torch.float32:
         _step(p, gradient, exp_avg, exp_avg_sq, row)
         return
-    whole = all(t.is_contiguous() for t in (p, gradient, exp_avg, exp_avg_sq))
+    whole = alike((p, exp_avg, exp_avg_sq))
+    if whole and not alike((p, gradient)):
+        gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
     size = _SLICE if whole else max(p.numel(), 1)
-    flat = [t.view(-1) if whole else t for t in (p, gradient, exp_avg, exp_avg_sq)]
+    flat = [t.as_strided((t.numel(),), (1,)) if whole else t for t in (p, gradient, exp_avg, exp_avg_sq)]
     for start in range(0, p.numel(), size):
         own = [t[start : start + size] for t in flat] if whole else flat
         weights, g, m, v = (t.float() for t in own)

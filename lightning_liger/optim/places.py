@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,22 @@ def local(tensor: Any) -> Tensor:
     """What this rank holds of it."""
     held: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
     return held
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its entries fill their memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the same place in the memory of each is the same entry, and there is nothing between entries."""
+    strides = {t.stride() for t in tensors}
+    return all(t.is_contiguous() for t in tensors) or (len(strides) == 1 and is_dense(tensors[0]))
 
 
 def place_of(parameter: Tensor) -> Place:

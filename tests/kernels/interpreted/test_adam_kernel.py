@@ -26,7 +26,14 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     made = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
     shifted = torch.randn(3001, generator=generator).to(dtype)[1:]  # an address that is no multiple of 16
     transposed = torch.randn(20, 30, generator=generator).to(dtype).t()
-    return [*made, nn.Parameter(shifted), nn.Parameter(transposed), nn.Parameter(torch.empty(0, 4, dtype=dtype))]
+    images = torch.randn(4, 3, 5, 5, generator=generator).to(dtype, memory_format=torch.channels_last)
+    return [
+        *made,
+        nn.Parameter(shifted),
+        nn.Parameter(transposed),
+        nn.Parameter(images),
+        nn.Parameter(torch.empty(0, 4, dtype=dtype)),
+    ]
 
 
 def train(
@@ -77,8 +84,8 @@ def test_bf16_state_is_rounded_by_the_same_noise(dtype: torch.dtype, options: di
         for name in ("exp_avg", "exp_avg_sq") if reference.state[b] else ():
             x, y = optimizer.state[a][name], reference.state[b][name]
             assert x.dtype == y.dtype == torch.bfloat16
-            assert (x != y).double().mean() < 1e-3 if x.numel() else True
-            torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-6)
+            assert (x != y).sum() <= 2 + 1e-3 * x.numel()
+            assert (x.double() - y.double()).norm() <= 1e-3 * y.double().norm()
 
 
 def test_no_gradient_at_all_and_nan() -> None:
@@ -138,13 +145,18 @@ def test_through_a_trainer() -> None:
 
 
 def test_gradients_of_any_layout() -> None:
+    stored = {"step": torch.tensor(2.0), "exp_avg": torch.arange(24.0).view(4, 6), "exp_avg_sq": torch.ones(4, 6)}
+
     def step(by_kernel: bool) -> list[Tensor]:
         of = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4).t())]
         optimizer = AdamW(of, lr=0.1, eps=1e-3)
         fused = FusedStep(optimizer, None, kernel=by_kernel)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {1: stored}})
         of[0].grad, of[1].grad = torch.arange(24.0).view(4, 6).t(), torch.arange(24.0).view(4, 6)
         fused.clip(1.0, leave_clipped=True)
         optimizer.step()
+        kinds = [tables is not None for _, _, tables in fused._places]
+        assert kinds == [by_kernel] and optimizer.state[of[1]]["exp_avg"].stride() == of[1].stride()
         return [t.detach() for p in of for t in (p, p.grad)]  # type: ignore[union-attr]
 
     for a, b in zip(step(True), step(False), strict=True):
