@@ -42,6 +42,7 @@ from lightning_liger.optim.clipping import ClippingInStep
 from lightning_liger.optim.taking import take_over_plain
 from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
+from lightning_liger.parallel.leaving import leave_quietly
 from lightning_liger.printing import printable
 from lightning_liger.proof.hooks import proofs
 from lightning_liger.report import Report
@@ -166,6 +167,7 @@ class LigerCallback(_Base):
     # -- before the model is moved and wrapped ---------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        leave_quietly()
         if stage == "predict":
             return
         self._check_precision(trainer)

@@ -14,15 +14,22 @@ import threading
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 _POLL = 0.01  # seconds
 _QUIET = 3  # polls in a row
 _PATIENCE = 2.0  # seconds
 _TASKS = Path("/proc/self/task")
 
 
-@functools.cache
 def leave_quietly() -> None:
-    """Let threads that are about to let go of tensors do so before the interpreter goes down."""
+    """Let threads that are about to let go of tensors do so before a process of several goes down."""
+    if dist.is_available() and dist.is_initialized():
+        _wait_at_exit()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
     atexit.register(wait_for_threads)
 
 

@@ -7,6 +7,9 @@ Every variant is a launch of its own, so that no memory of another one is counte
 random weights; lengths are like GSM8K's, prompts are ignored; fp32 master weights and AdamW state everywhere, bf16
 compute. Tokens are real ones, without padding. MFU is ``6 N tokens/s`` over ``--peak``, N without the input embedding.
 
+``-p1`` and ``-p2`` gather one and two blocks ahead, ``-pool``, ``-symmetric`` and ``-engines`` gather in other ways
+(``fsdp_communication.py``).
+
 Memory is printed by phase of a step, as the most that was allocated in it, beside what the memory plan said. Bytes are
 those handed to reduce-scatters and all-gathers by one rank in one step, beside those of all parameters once.
 """
@@ -21,12 +24,13 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from fsdp_communication import GatherBy, Way, environment
 from qwen_training import RANK, SHAPES, WORLD, Clock, Finetune, batches, parameters, wait
 from torch.utils.data import DataLoader
 
@@ -35,12 +39,14 @@ from lightning_liger import LigerCallback, LigerFSDPStrategy
 
 @dataclass(frozen=True)
 class Variant:
-    """``size``, a batch of ``sequences`` rows or about ``tokens`` tokens, and options of the strategy (None: stock)."""
+    """``size``, a batch of ``sequences`` rows or about ``tokens`` tokens, options of the strategy (None: stock), and how
+    blocks are gathered (None: as FSDP does)."""
 
     size: str
     options: dict[str, Any] | None
     sequences: int = 0
     tokens: int = 0
+    way: Way | None = None
 
 
 VARIANTS = {
@@ -60,6 +66,13 @@ VARIANTS = {
     "tiny-stock": Variant("tiny", None, sequences=8),
     "tiny": Variant("tiny", {"activation_checkpointing": "selective"}, tokens=2048),
 }
+WAYS: dict[str, Way] = {"pool": "pool", "symmetric": "symmetric", "engines": "copy engines"}
+for _name in ("7b-16k", "14b-16k-selective", "tiny"):
+    _given = VARIANTS[_name]
+    assert _given.options is not None
+    for _depth in (1, 2):
+        VARIANTS[f"{_name}-p{_depth}"] = replace(_given, options={**_given.options, "prefetch": _depth})
+    VARIANTS |= {f"{_name}-{_end}": replace(_given, way=_way) for _end, _way in WAYS.items()}
 DEFAULT = "7b-stock-8 7b-16k 7b-16k-selective 14b-stock-4 14b-16k-full 14b-16k-selective 14b-8k-selective"
 
 
@@ -151,7 +164,12 @@ def run(name: str, steps: int, warmup: int, peak: float) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[*([] if variant.options is None else [callback]), clock, phases],
+        callbacks=[
+            *([] if variant.options is None else [callback]),
+            *([] if variant.way is None else [GatherBy(variant.way)]),
+            clock,
+            phases,
+        ],
     )
     trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     real = torch.tensor([float(b["attention_mask"].sum()) for b in data], device=module.losses[0].device)
@@ -162,7 +180,7 @@ def run(name: str, steps: int, warmup: int, peak: float) -> None:
         rate, seconds = statistics.median(rates), statistics.median(clock.seconds[warmup:-1])
         mfu = 6 * parameters(variant.size) * rate / peak / 1e12
         print(
-            f"{name:<18} {rate:>8,.0f} tok/s/GPU {mfu:>6.1%} MFU {1000 * seconds:>7,.0f} ms  "
+            f"{name:<26} {rate:>8,.0f} tok/s/GPU {mfu:>6.1%} MFU {1000 * seconds:>7,.0f} ms  "
             f"{real.mean().item() / WORLD:,.0f} tokens  loss {float(module.losses[0]):.4f} {float(module.losses[-1]):.4f}",
             flush=True,
         )
@@ -172,26 +190,26 @@ def run(name: str, steps: int, warmup: int, peak: float) -> None:
 def _print_memory(phases: Phases, variant: Variant, plan: dict[str, Any]) -> None:
     every = 1e9 / parameters(variant.size, embedding=True)
     print(
-        f"{'':<18} bytes of one step over those of all parameters: reduced {phases.sent['reduced'] / 4e9 * every:.2f} "
+        f"{'':<26} bytes of one step over those of all parameters: reduced {phases.sent['reduced'] / 4e9 * every:.2f} "
         f"in fp32 (1 expected), gathered {phases.sent['gathered'] / 2e9 * every:.2f} in bf16 (1 if kept, else 2)"
     )
     if not phases.rows:
         return
     stats = torch.cuda.memory_stats()
     rows = "  ".join(f"{name} {most:.1f}/{end:.1f}" for name, most, end in phases.rows)
-    print(f"{'':<18} GiB, most/at the end: {rows}")
+    print(f"{'':<26} GiB, most/at the end: {rows}")
     print(
-        f"{'':<18} reserved {stats['reserved_bytes.all.peak'] / 2**30:.1f} GiB, "
+        f"{'':<26} reserved {stats['reserved_bytes.all.peak'] / 2**30:.1f} GiB, "
         f"{stats['num_alloc_retries']} retries, {torch.cuda.mem_get_info()[0] / 2**30:.1f} GiB free at the end"
     )
     if plan:
         used = max(most for _, most, _ in phases.rows)
         moments = "  ".join(f"{name} {size / 2**30:.1f}" for name, size in plan["moments"].items())
         print(
-            f"{'':<18} planned {plan['peak'] / 2**30:.1f} GiB for {used:.1f} used ({plan['peak'] / 2**30 / used:.3f}): {moments}"
+            f"{'':<26} planned {plan['peak'] / 2**30:.1f} GiB for {used:.1f} used ({plan['peak'] / 2**30 / used:.3f}): {moments}"
         )
         print(
-            f"{'':<18} selective keeps: {plan.get('kept', '-')}; blocks kept gathered: {plan['keeps_blocks']}",
+            f"{'':<26} selective keeps: {plan.get('kept', '-')}; blocks kept gathered: {plan['keeps_blocks']}",
             flush=True,
         )
 
@@ -230,24 +248,28 @@ def main() -> None:
         ]
         began = time.perf_counter()
         worker = subprocess.Popen(
-            [*launch, *map(str, own)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*launch, *map(str, own)],
+            env={**os.environ, **environment(VARIANTS[name].way)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             said, _ = worker.communicate(timeout=args.limit)
         except subprocess.TimeoutExpired:
             worker.terminate()  # torchrun ends its workers
             said, _ = worker.communicate()
-            print(f"{name:<18} more than {args.limit:.0f} s")
+            print(f"{name:<26} more than {args.limit:.0f} s")
         lines = said.splitlines()
         result = next((i for i, line in enumerate(lines) if line.startswith(f"{name} ")), None)
         if result is not None:
             print("\n".join(lines[result : result + 5]))
         else:
             memory = next((line for line in lines if "OutOfMemoryError" in line), None)
-            print(f"{name:<18} {memory or 'failed'}")
+            print(f"{name:<26} {memory or 'failed'}")
             if memory is None:
                 print("\n".join(lines[-25:]))
-        print(f"{'':<18} {time.perf_counter() - began:.0f} s in all", flush=True)
+        print(f"{'':<26} {time.perf_counter() - began:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
