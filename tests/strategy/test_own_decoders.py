@@ -1,4 +1,4 @@
-"""A decoder in plain PyTorch under the strategy: what its padding is left for is said, and it trains as it does alone."""
+"""A decoder in plain PyTorch under the strategy, on one process; two are in ``decoder_cases.py``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Decodes(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(strategy: Any, *callbacks: Any) -> dict[str, torch.Tensor]:
-    module = Decodes()
+def fit(strategy: Any, *callbacks: Any, kind: Any = Decodes) -> dict[str, torch.Tensor]:
+    module = kind()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -48,9 +48,36 @@ def fit(strategy: Any, *callbacks: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in module.named_parameters()}
 
 
-def test_its_padding_stays_and_the_report_says_why() -> None:
+def test_its_padding_goes_and_it_trains_as_without() -> None:
     callback = LigerCallback(verbose=False)
     plain, ours = fit("auto"), fit(LigerFSDPStrategy(bf16=False), callback)
     for name, parameter in plain.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-7)
-    assert "NanoGPT is sharded and no transformers model" in callback.report.render()
+    padding = callback.report.to_dict()["padding_free"]
+    assert padding["packed_calls"] == padding["calls"] == 3, padding
+
+
+def test_in_bf16_it_errs_as_with_its_padding() -> None:
+    exact = fit("auto")
+
+    def error(**options: Any) -> float:
+        callback = LigerCallback(verbose=False, **options)
+        found = fit(LigerFSDPStrategy(), callback)
+        assert (callback.report.to_dict()["padding_free"]["packed_calls"] == 3) == (not options)
+        return sum(float((found[n] - exact[n]).norm()) for n in exact)
+
+    assert 0 < error() < 1.5 * error(padding_free=False)
+
+
+def test_what_is_not_sharded_block_by_block_keeps_its_padding() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    class Whole(Decodes):
+        def configure_model(self) -> None:
+            fully_shard(self.model)
+
+    callback = LigerCallback(verbose=False)
+    plain, ours = fit("auto"), fit(LigerFSDPStrategy(bf16=False), callback, kind=Whole)
+    for name, parameter in plain.items():
+        torch.testing.assert_close(ours[name].full_tensor(), parameter, rtol=1e-5, atol=1e-7)  # type: ignore[attr-defined]
+    assert "NanoGPT is sharded, but not block by block with FSDP2" in callback.report.render()

@@ -35,6 +35,7 @@ from lightning_liger.padding.plain_decoder.ragged import (
     rows_of,
     wrap,
 )
+from lightning_liger.padding.plain_decoder.sharded import PATIENCE, ShardedBlocks, agreed_reason, sharded_blocks
 from lightning_liger.padding.sources import Unsuitable
 from lightning_liger.patching import Rebound, Switch
 from lightning_liger.report import NO_PADDING, Report
@@ -63,6 +64,7 @@ class PackedDecoder(PaddingFree):
         self.whole_report = report
         self.backend = backend
         self.proven: set[tuple[bool, bool]] = set()
+        self._blocks: ShardedBlocks | None = None
         parameters = inspect.signature(type(module).forward).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
 
@@ -78,19 +80,21 @@ class PackedDecoder(PaddingFree):
         count_call(self.report, {**call, "input_ids": ids}, self.module)
         if training in self.off:
             return self.original(*args, **kwargs)
+        layout: Layout | None = None
         try:
             layout = self._layout(call, ids)
         except (Unsuitable, NotPackable) as reason:
             self.why = str(reason)
             self.report.left_padded(self.why)
-            return self.original(*args, **kwargs)
-        if not self._agrees(args, kwargs, layout):
+        if not self._agrees(args, kwargs, ids, layout) or layout is None:
             return self.original(*args, **kwargs)
         try:
             output = self.packed(args, kwargs, layout)
         except BackendError:
             raise  # the user's choice of backend cannot do this
         except PackingError as reason:
+            if self.is_sharded():
+                raise  # other ranks would not come to the blocks of a second run
             self.leave_padded(str(reason), training=training)
             return self.original(*args, **kwargs)
         self.runs += 1
@@ -98,8 +102,12 @@ class PackedDecoder(PaddingFree):
         return output
 
     def _layout(self, call: dict[str, Any], ids: Tensor) -> Layout:
-        if self.is_sharded():
-            raise Unsuitable(f"{type(self.module).__name__} is sharded and no transformers model")
+        if self._blocks is None:
+            self._blocks = sharded_blocks(self.module)
+        if self.is_sharded() and not torch.is_grad_enabled():
+            raise Unsuitable("evaluation of a sharded model")
+        if self.is_sharded() and self._blocks is None:
+            raise Unsuitable(f"{type(self.module).__name__} is sharded, but not block by block with FSDP2")
         try:
             layout = propose_layout(call, ids, self.book, self.report.left_padded)
         except ValueError as error:  # a row without tokens, if the mask means what it seems to
@@ -108,27 +116,53 @@ class PackedDecoder(PaddingFree):
             raise Unsuitable(NO_PADDING)
         return layout
 
-    def _agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> bool:
-        """Whether padded and packed runs are the same; asked once for training and once for evaluation."""
+    def unbind(self) -> None:
+        if self._blocks is not None:
+            self._blocks.remove()
+            self._blocks = None
+        super().unbind()
+
+    def _agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Tensor, layout: Layout | None) -> bool:
+        """Whether padded and packed runs are the same; asked once for training and once for evaluation.
+
+        Where passes are collectives, all ranks ask at the first call in which one of them has padding.
+        """
         kind = torch.is_grad_enabled(), self.module.training
         if kind in self.proven:
             return True
-        try:
-            with self.whole_report.unnoticed():
-                reason = disagreement(self, args, kwargs, layout)
-        except BackendError:
-            raise
-        except torch.OutOfMemoryError:
-            reason = "there was no memory to compare it with the padded run"
-        except PackingError as error:
-            reason = str(error)
-        except Exception as error:  # the decoder's own code, on tensors that it was not written for
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        blocks = self._blocks if self.is_sharded() and kind[0] else None
+        if blocks is None:
+            if layout is None or self.is_sharded():
+                return False
+            return self._settle(kind, self._reason_against(args, kwargs, layout))
+        wanted = blocks.anyone(layout is not None)
+        if wanted is None:
+            return self._settle(kind, f"no rank met padding in the first {PATIENCE} calls of a sharded model")
+        if not wanted:
+            return False
+        # what is without padding is proven with its own rows, so that it runs as the others do later on
+        rows = layout or Layout.from_mask(torch.ones(ids.shape, dtype=torch.bool))
+        return self._settle(kind, agreed_reason(blocks, lambda: self._reason_against(args, kwargs, rows)))
+
+    def _settle(self, kind: tuple[bool, bool], reason: str) -> bool:
         if reason:
             self.leave_padded(reason, training=kind[0])
             return False
         self.proven.add(kind)
         return True
+
+    def _reason_against(self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> str:
+        try:
+            with self.whole_report.unnoticed():
+                return disagreement(self, args, kwargs, layout)
+        except BackendError:
+            raise
+        except torch.OutOfMemoryError:
+            return "there was no memory to compare it with the padded run"
+        except PackingError as error:
+            return str(error)
+        except Exception as error:  # the decoder's own code, on tensors that it was not written for
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
     def packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], layout: Layout) -> Any:
         """The output, computed from real tokens alone.

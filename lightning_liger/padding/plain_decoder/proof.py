@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # Relative to the norm of what is compared. The smallest leak between documents seen in any architecture is 4.5e-4;
 # low precision cannot tell that from rounding, and only catches what is grossly different.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# FSDP's are kept from ragged tensors by hooks around them
+_OWN_HOOKS = ("lightning_liger.", "torch.distributed.fsdp.")
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
@@ -98,7 +100,7 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _is_hooked(module: nn.Module, decoder: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return module is not decoder and any(not str(h.__module__).startswith("lightning_liger.") for h in hooks)
+    return module is not decoder and any(not str(getattr(h, "__module__", "")).startswith(_OWN_HOOKS) for h in hooks)
 
 
 def _keeps(module: nn.Module) -> bool:
