@@ -54,7 +54,7 @@ options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=Fal
 L.Trainer(accelerator="cpu", strategy=strategy, devices=1, max_steps=1, limit_val_batches=0,
           callbacks=[LigerCallback(verbose=False)], **options).fit(BoringModel())
 """
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0 and "waited" in ended.stdout, ended.stderr[-2000:]
 
 
