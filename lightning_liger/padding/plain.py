@@ -80,15 +80,21 @@ class PlainRun:
 
     def value(self, path: tuple[Any, ...]) -> Tensor:
         """The output at ``path``; zeros for padding in a step that counts for nothing."""
-        if path in self._packed and self.backbone.book.reads.noted:
-            index = self._layout.on(self._packed[path].device).index
-            # where ranks share the rows, others' stand in for those of this one: no number of such a step counts
-            rows = index.clamp_min(0) % len(self._packed[path])
-            return self._packed[path][rows].masked_fill((index < 0)[..., None], 0)
+        if (standing_in := self.stand_in(path)) is not None:
+            return standing_in
         found = self.output()
         for step in path:
             found = found[step]
         return found
+
+    def stand_in(self, path: tuple[Any, ...]) -> Tensor | None:
+        """What the packed run has returned at ``path`` in a step that counts for nothing, with zeros for padding."""
+        if path not in self._packed or not self.backbone.book.reads.noted:
+            return None
+        index = self._layout.on(self._packed[path].device).index
+        # where ranks share the rows, others' stand in for those of this one: no number of such a step counts
+        rows = index.clamp_min(0) % len(self._packed[path])
+        return self._packed[path][rows].masked_fill((index < 0)[..., None], 0)
 
     def cache(self, name: str) -> Any:
         """The KV cache that the padded run leaves behind under ``name``; later calls like this one run padded."""

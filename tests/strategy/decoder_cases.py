@@ -103,6 +103,45 @@ def without_it() -> Any:
 
 
 @case
+def decoders_beside_a_reference() -> None:
+    class Preference(Decodes):
+        def __init__(self) -> None:
+            super().__init__(decoder_models.Llama)
+            torch.manual_seed(1)
+            self.reference = decoder_models.Llama().requires_grad_(False)
+
+        def score(self, model: Any, batch: Any) -> Tensor:
+            logits = model(batch["input_ids"])[:, :-1]
+            return -F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none").sum(-1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                reference = self.score(self.reference, batch)
+            return -F.logsigmoid(0.1 * (self.score(self.model, batch) - reference)).mean()
+
+    report = compare(Preference)
+    assert report["packed_calls"] == 2 * (8 - 2 * RANK), report
+    say("decoders_beside_a_reference")
+
+
+@case
+def decoders_whose_loss_counts_padding() -> None:
+    class Everywhere(Decodes):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self.model(batch["input_ids"])
+            return F.kl_div(logits.log_softmax(-1), logits.detach().flip(-1).softmax(-1), reduction="mean")
+
+    runs = [
+        train(Everywhere(decoder_models.Llama), WORLD, LigerFSDPStrategy(bf16=False), callbacks, limit_val_batches=0)
+        for callbacks in ([without_it()], [])
+    ]
+    assert distance(runs[1].parameters, runs[0].parameters) <= 1e-5
+    report = report_of(runs[1])["padding_free"]
+    assert any("reads padded positions" in text for text in report["off"]), report
+    say("decoders_whose_loss_counts_padding")
+
+
+@case
 def decoders_that_keep_their_padding() -> None:
     for kind, reason in ((decoder_models.Convolution, "conv"), (decoder_models.Statistics, "")):
         report = compare(lambda k=kind: LossInside(k), packed=False)  # type: ignore[misc]

@@ -64,7 +64,8 @@ class PackedDecoder(PaddingFree):
         self.whole_report = report
         self.backend = backend
         self.proven: set[tuple[bool, bool]] = set()
-        self._blocks: ShardedBlocks | None = None
+        # in a list: a rehearsed step puts attributes back, and hooks stay where they are
+        self._blocks: list[ShardedBlocks] = []
         parameters = inspect.signature(type(module).forward).parameters.values()
         self._names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[1:]
 
@@ -102,11 +103,12 @@ class PackedDecoder(PaddingFree):
         return output
 
     def _layout(self, call: dict[str, Any], ids: Tensor) -> Layout:
-        if self._blocks is None:
-            self._blocks = sharded_blocks(self.module)
-        if self.is_sharded() and not torch.is_grad_enabled():
+        sharded = self.is_sharded()
+        if sharded and not self._in_step():
             raise Unsuitable("evaluation of a sharded model")
-        if self.is_sharded() and self._blocks is None:
+        if not self._blocks and (made := sharded_blocks(self.module)) is not None:
+            self._blocks.append(made)
+        if sharded and not self._blocks:
             raise Unsuitable(f"{type(self.module).__name__} is sharded, but not block by block with FSDP2")
         try:
             layout = propose_layout(call, ids, self.book, self.report.left_padded)
@@ -116,10 +118,13 @@ class PackedDecoder(PaddingFree):
             raise Unsuitable(NO_PADDING)
         return layout
 
+    def _in_step(self) -> bool:
+        """Whether every rank makes this call."""
+        return torch.is_grad_enabled() or self.book.reads.in_step
+
     def unbind(self) -> None:
-        if self._blocks is not None:
-            self._blocks.remove()
-            self._blocks = None
+        while self._blocks:
+            self._blocks.pop().remove()
         super().unbind()
 
     def _agrees(self, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Tensor, layout: Layout | None) -> bool:
@@ -130,11 +135,11 @@ class PackedDecoder(PaddingFree):
         kind = torch.is_grad_enabled(), self.module.training
         if kind in self.proven:
             return True
-        blocks = self._blocks if self.is_sharded() and kind[0] else None
-        if blocks is None:
-            if layout is None or self.is_sharded():
-                return False
-            return self._settle(kind, self._reason_against(args, kwargs, layout))
+        if not self.is_sharded():
+            return layout is not None and self._settle(kind, self._reason_against(args, kwargs, layout))
+        if not self._blocks or not self._in_step():
+            return False
+        blocks = self._blocks[0]
         wanted = blocks.anyone(layout is not None)
         if wanted is None:
             return self._settle(kind, f"no rank met padding in the first {PATIENCE} calls of a sharded model")

@@ -68,12 +68,15 @@ class DecoderRun(PlainRun):
         index = self._layout.on(rows.device).index
         if tensor.batch == tensor.seq:
             index = index.reshape(-1)
+        self.returned(path, rows)
         return LazyRows.hidden(rows, index, has_pads=self._layout.has_padding, plain=self, path=path)
 
     # -- padded values -----------------------------------------------------------------------------------------------
 
     def value(self, path: tuple[Any, ...]) -> Tensor:
         self._check("a reader", path)
+        if (standing_in := self.stand_in(path)) is not None:
+            return standing_in
         found = self.output()
         if path[0] == _HEAD:
             return self._captured[path[1], path[2]]
