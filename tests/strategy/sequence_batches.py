@@ -12,7 +12,7 @@ import own_modules
 import torch
 import transformers
 from helpers import causal_lm
-from runs import QUIET, RANK, WORLD, raised, report_of
+from runs import ACCELERATOR, QUIET, RANK, WORLD, raised, report_of
 from sequence_runs import case, everywhere, fit, rows, saved, say
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -36,7 +36,7 @@ def batches_that_differ_in_a_group() -> None:
     counted: Any = Stream(RANK, WORLD)
     counted.__class__ = type("Counted", (Stream,), {"__len__": lambda self: 4})
     stream = DataLoader(counted, batch_size=2, collate_fn=modules.collate)
-    text = raised(ValueError, lambda: fit(modules.InInit(), stream, 4))
+    text = raised(ValueError, lambda: fit(modules.InInit(), stream, WORLD))
     assert "Counted divides its stream by rank" in text and "distributed_sampler_kwargs" in text, text
     say("batches that differ in a group are an error")
 
@@ -76,7 +76,7 @@ def streams() -> None:
     for by, ranks in ((RANK, WORLD), (RANK // 2, WORLD // 2)):
         run = fit(module := Sums(), DataLoader(Stream(by, ranks), batch_size=2, collate_fn=modules.collate), 2)
         seen = everywhere(module.seen)
-        assert seen[0] == seen[1] and seen[2] == seen[3] and sorted(seen[0] + seen[2]) == everything, seen
+        assert seen[::2] == seen[1::2] and sorted(n for each in seen[::2] for n in each) == everything, seen
         assert any("by turns" in note for note in report_of(run)["notes"]) == (ranks == WORLD)
         data = StatefulDataLoader(Stream(by, ranks), batch_size=1, collate_fn=modules.collate)
         budget = {"max_tokens_per_batch": 24}
@@ -85,7 +85,8 @@ def streams() -> None:
             data = StatefulDataLoader(Stream(by, ranks), batch_size=1, collate_fn=modules.collate)
             fit(rest := Sums(), data, 2, liger=budget, ckpt_path=folder / "step=2.ckpt")
         seen = everywhere(first.seen + rest.seen)
-        assert seen[0] == seen[1] and len(set(seen[0] + seen[2])) == len(seen[0] + seen[2]), seen
+        read = [n for each in seen[::2] for n in each]
+        assert seen[::2] == seen[1::2] and len(set(read)) == len(read), seen
         say(f"a stream divided among {ranks} is read once, batches by tokens and a resume among them")
 
 
@@ -110,7 +111,8 @@ def random_numbers_of_the_user() -> None:
     torch.manual_seed(RANK)
     fit(module := Noisy(), rows(2), 2)
     drawn = everywhere(module.drawn)
-    assert drawn[0] == drawn[1] and drawn[2] == drawn[3] and not set(drawn[0]) & set(drawn[2]), drawn
+    groups = [drawn[i : i + 2] for i in range(0, WORLD, 2)]
+    assert all(a == b for a, b in groups) and len({tuple(a) for a, _ in groups}) == len(groups), drawn
     say("a group draws the same random numbers, another group others")
 
 
@@ -122,7 +124,7 @@ def prediction_is_not_divided() -> None:
 
     strategy = LigerFSDPStrategy(bf16=False, sequence_parallel_size=2)
     trainer = L.Trainer(
-        accelerator="cpu", devices=WORLD, strategy=strategy, **{**QUIET, "use_distributed_sampler": True}
+        accelerator=ACCELERATOR, devices=WORLD, strategy=strategy, **{**QUIET, "use_distributed_sampler": True}
     )
     data: Any = modules.rows(16)
     module = Predicts()
@@ -146,13 +148,13 @@ def refused_before_anything_trains() -> None:
         assert text in found and not steps, found
 
     refused(
-        "sequence_parallel_size=3 does not divide the 4 processes of this job (devices × num_nodes). Use one of 1,", 3
+        f"sequence_parallel_size=3 does not divide the {WORLD} processes of this job (devices × num_nodes). Use one", 3
     )
-    refused("does not divide the 2 processes that hold one copy of the model", 4, strategy={"replicate_size": 2})
+    refused(f"does not divide the {WORLD // 2} processes that hold one copy", WORLD, strategy={"replicate_size": 2})
     refused("padding_free=False. Drop one of the two", 2, liger={"padding_free": False})
-    six = modules.InInit()
-    six.model = causal_lm("llama", hidden_size=48, num_attention_heads=6)
-    refused("LlamaModel has 6, with 2 of keys and values. Use one of 1, 2, 3, 6.", 4, six)
+    odd = modules.InInit()
+    odd.model = causal_lm("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    refused("LlamaModel has 3, with 1 of keys and values. Use one of 1, 3.", 2, odd)
     refused("no transformers model was found in the module", 2, own_modules.OneLinear())
     state = modules.InInit()
     state.model = bloom()

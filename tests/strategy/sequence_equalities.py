@@ -10,7 +10,7 @@ from helpers import Run, documents
 from helpers import collate as collate_documents
 from resuming import Batches, Hard
 from runs import RANK, WORLD, distance, report_of
-from sequence_runs import EXACT, case, everywhere, fit, mean_over_ranks, rows, same, saved, say
+from sequence_runs import EXACT, SIZES, case, everywhere, fit, mean_over_ranks, rows, same, saved, say
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
@@ -54,18 +54,18 @@ def _trains_as_one(k: int, kind: str = "qwen2", **options: Any) -> None:
 
 
 @case
-def two_groups_of_two() -> None:
+def groups_of_two() -> None:
     _trains_as_one(2)
 
 
 @case
-def one_group_of_four() -> None:
-    _trains_as_one(4, "llama")
+def one_group() -> None:
+    _trains_as_one(WORLD, "llama")
 
 
 @case
-def whole_copies_of_two_ranks() -> None:
-    _trains_as_one(2, strategy={"replicate_size": 2})
+def whole_copies() -> None:
+    _trains_as_one(WORLD // 2, strategy={"replicate_size": 2})
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def same_weights(run: Run, steps: list[list[int]], **options: Any) -> str:
 
 @case
 def losses_count_by_their_labels() -> None:
-    for k in (2, 4):
+    for k in SIZES:
         data = DataLoader(Documents(), batch_size=2 * k // 2, collate_fn=numbered, shuffle=True)
         run = fit(module := Counts(), data, k, liger={"loss_normalization": "tokens"}, accumulate_grad_batches=2)
         steps = together(module, k, accumulated=2)
@@ -155,7 +155,7 @@ def batches_by_tokens() -> None:
         say(f"token batches in groups of 2: {same_weights(run, steps)}")
         meter = report_of(run)["token_batches"]
         assert meter["samples"] == 24 and meter["steps"] == len(steps), meter
-        for k in (4, 2, 1):
+        for k in (*SIZES, 1):
             resumed = fit(module := Counts(), data, k, liger=BUDGET, ckpt_path=folder / "step=1.ckpt")
             rest = together(module, k)
             assert sorted(steps[0] + flat(rest)) == list(range(24)), (steps, rest)
@@ -179,8 +179,8 @@ def work_is_counted_once() -> None:
         return counted.tokens, report_of(run)["meter"]
 
     tokens, alone = meter(0, 0)
-    assert len(tokens) == 4 and tokens == meter(2, 2)[0]
-    found, together = meter(4, 1)
+    assert len(tokens) == 4 and tokens == meter(2, WORLD // 2)[0]
+    found, together = meter(WORLD, 1)
     assert found == tokens
     for name in ("model_flops", "attention_flops", "hardware_flops"):
         assert abs(together[name] / alone[name] - 1) < 0.02, (name, together[name], alone[name])
@@ -198,7 +198,7 @@ def resumed_with_other_groups() -> None:
         return fit(Hard(), Batches(rank, ranks), k, **common, **options)
 
     reference = run(0)
-    for kind, before, afterwards in (("full", 2, 1), ("full", 4, 2), ("sharded", 1, 2), ("sharded", 2, 4)):
+    for kind, before, afterwards in (("full", 2, 1), ("full", WORLD, 2), ("sharded", 1, 2), ("sharded", 2, WORLD)):
         with saved(3) as (folder, saver):
             run(before, kind, callbacks=[saver], enable_checkpointing=True, max_steps=3)
             resumed = run(afterwards, kind, ckpt_path=folder / "step=3.ckpt")

@@ -12,14 +12,14 @@ import torch
 import transformers
 from helpers import causal_lm
 from runs import WORLD, distance
-from sequence_runs import CASES, EXACT, fit, mean_over_ranks, rows, say
+from sequence_runs import CASES, EXACT, SIZES, fit, mean_over_ranks, rows, say
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 
 def _same(name: str, make: Callable[[], Any], sizes: tuple[int, ...] = (), **options: Any) -> None:
-    sizes = sizes or (2 + 2 * (len(CASES) % 2),)  # one or the other; all of both take twice the time
+    sizes = sizes or (SIZES[len(CASES) % len(SIZES)],)  # one or the other; all of both take twice the time
 
     def check() -> None:
         reference = fit(make(), rows(0), val=rows(0), **options)
@@ -124,21 +124,21 @@ class Sizes(modules.InInit):
 
 
 def _layers_see_a_slice() -> None:
-    for k in (2, 4):
+    for k in SIZES:
         fit(module := Sizes(), rows(WORLD // k), k)
         assert all(seen == -(-tokens // k) for tokens, seen in module.sizes), module.sizes
         say(f"layers see a slice in groups of {k}: {module.sizes}")
 
 
 CASES["layers_see_a_slice"] = _layers_see_a_slice
-_same("gemma2", lambda: modules.InInit("gemma2"), sizes=(2, 4))
+_same("gemma2", lambda: modules.InInit("gemma2"), sizes=SIZES)
 _same("gpt2", modules.InSetup)
 _same("configure_model", modules.InConfigureModel, accumulate_grad_batches=2)
-_same("own_loss", modules.OwnLoss, sizes=(2, 4))
+_same("own_loss", modules.OwnLoss, sizes=SIZES)
 _same("metrics", modules.Metrics)
 _same("adapters", modules.Adapters)
 _same("manual", modules.Manual)
-_same("policy_and_reference", modules.PolicyAndReference, sizes=(2, 4))
+_same("policy_and_reference", modules.PolicyAndReference, sizes=SIZES)
 _same("on_the_module", modules.OnTheModule, gradient_clip_val=0.5)
 _same("two_optimizers", modules.TwoOptimizers)
 _same("manual_on_the_module", modules.ManualOnTheModule)

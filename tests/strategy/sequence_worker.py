@@ -10,16 +10,20 @@ import warnings
 import sequence_batches  # noqa: F401
 import sequence_equalities  # noqa: F401
 import sequence_kinds  # noqa: F401
+import sequence_options  # noqa: F401
 import torch
 import torch.distributed as dist
 from helpers import leave
-from runs import RANK
+from runs import ACCELERATOR, DEVICE, RANK
 from sequence_runs import CASES
 
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if ACCELERATOR == "gpu":  # one group for all cases
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
     failed = []
     for name in names or CASES:
         began = time.perf_counter()
