@@ -58,7 +58,7 @@ class Rewards(L.LightningModule):
         return each.mean() + (self.score(last) - batch["input_ids"].sum(1, keepdim=True) / 1000).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.02)
+        return torch.optim.SGD(self.parameters(), 0.005)
 
 
 class Classifies(L.LightningModule):
