@@ -32,6 +32,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Hello:
+    """A process has imported what it needs.
+
+    Attributes:
+        usable: whether it can use CUDA devices; a fork of a process that did cannot.
+    """
+
+    usable: bool
+
+
+@dataclass(frozen=True)
 class Ready:
     """A run is set up and waits for its first turn.
 
@@ -40,12 +51,14 @@ class Ready:
         kind: ``"cuda"``, ``"cpu"``, ...
         precision: of the Trainer.
         peak_flops: FLOP/s of the device in that precision; None where it says nothing.
+        seconds: that it took.
     """
 
     device: str
     kind: str
     precision: str
     peak_flops: float | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

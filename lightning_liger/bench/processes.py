@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 from typing import Any
 
 from lightning_liger.bench.job import Build
-from lightning_liger.bench.messages import GO, STOP, Done, Failure, Plan, Ready, Turn
+from lightning_liger.bench.messages import GO, STOP, Done, Failure, Hello, Plan, Ready, Turn
 from lightning_liger.bench.variants import Variant
-from lightning_liger.bench.worker import serve
+
+
+def prepare() -> None:
+    """Begin what the first :class:`Worker` would wait for, beside the imports of this process."""
+    context = _context()
+    if context.get_start_method() == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+
+def _context() -> Any:
+    """Processes are forked from a server that has imported everything, where the system can.
+
+    Not from this one, whose threads and CUDA context they would share.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_liger.bench.preload"])
+    return context
 
 
 class Worker:
-    """One process that measures; it runs one variant at a time."""
+    """One process that measures; it runs one variant at a time. Several can start at the same time."""
 
     def __init__(self, build: Build, plan: Plan) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share the parent's threads and its CUDA context
+        self._args = (build, plan)
+        self._start(_context())
+
+    def _start(self, context: Any) -> None:
+        from lightning_liger.bench.worker import serve
+
         self._pipe, theirs = context.Pipe()
         # not daemonic: DataLoaders have children of their own
-        self._process = context.Process(target=serve, args=(theirs, build, plan), daemon=False)
+        self._process = context.Process(target=serve, args=(theirs, *self._args, dict(os.environ)), daemon=False)
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
         self.alive = True
+        self._started = False
+
+    def started(self) -> None:
+        """Returns when the process has imported what it needs."""
+        if self._started:
+            return
+        hello = self._receive()
+        if isinstance(hello, Hello) and not hello.usable:
+            self.close()
+            self._start(multiprocessing.get_context("spawn"))
+            self._receive()
+        self._started = True
 
     def order(self, variant: Variant) -> None:
         """Begin to set up a run; :meth:`ready` waits for it."""
+        self.started()
         self._send(variant)
 
     def ready(self) -> Ready | Failure:

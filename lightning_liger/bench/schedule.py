@@ -147,7 +147,8 @@ class Schedule:
         if self._failed(row, answer):
             return False
         row.add_warm_up(answer)
-        self._tell(f"{row.name}: warm-up of {len(answer.seconds)} steps, {sum(answer.seconds):.1f} s")
+        took = f"set up in {ready.seconds:.1f} s, " if isinstance(ready, Ready) else ""
+        self._tell(f"{row.name}: {took}warm-up of {len(answer.seconds)} steps in {sum(answer.seconds):.1f} s")
         return True
 
     def _measure(self, worker: Worker, row: Row, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +34,7 @@ class Turns:
         self._pipe = pipe
         self._memory: PeakMemory | None = None
         self._turns = 0
+        self._began = time.perf_counter()
         self.stopped = False
         self.largest = 0
         self._restart()
@@ -68,7 +70,8 @@ class Turns:
         """
         self._work = work
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
-        self._pipe.send(Ready(name, self.device.type, precision, peak_flops(self.device, precision)))
+        seconds = time.perf_counter() - self._began
+        self._pipe.send(Ready(name, self.device.type, precision, peak_flops(self.device, precision), seconds))
         self._wait()
 
     def saw(self, batch: Any) -> None:

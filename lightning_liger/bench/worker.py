@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,16 +15,20 @@ from typing import Any
 import torch
 
 from lightning_liger.bench.baton import Baton
+from lightning_liger.bench.driver import driver_asleep
 from lightning_liger.bench.job import Build, Job, as_job
-from lightning_liger.bench.messages import Done, Failure, Plan
+from lightning_liger.bench.messages import Done, Failure, Hello, Plan
 from lightning_liger.bench.turns import Turns
 from lightning_liger.bench.variants import Variant
 
 
-def serve(pipe: Connection, build: Build, plan: Plan) -> None:
+def serve(pipe: Connection, build: Build, plan: Plan, environment: Mapping[str, str]) -> None:
     """Run every :class:`Variant` that comes out of ``pipe``; None, or its end, is the end."""
     os.dup2(2, 1)  # what modules print must not stand among results
+    os.environ.clear()
+    os.environ.update(environment)  # a server that forks has that of its own beginning
     quiet()
+    pipe.send(Hello(driver_asleep()))
     while True:
         try:
             variant = pipe.recv()

@@ -86,6 +86,9 @@ def main(argv: list[str]) -> int:
     options = parser()
     given = options.parse_args(argv)
     _check(given)
+    from lightning_liger.bench.processes import prepare
+
+    prepare()
     from lightning_liger.bench.measuring import measure
     from lightning_liger.bench.showing import show
     from lightning_liger.printing import printable

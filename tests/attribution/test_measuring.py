@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jobs
 import pytest
 import torch
@@ -37,6 +40,18 @@ def test_variants_take_turns_on_the_same_batches() -> None:
     assert sum(line.startswith("+padding-free: round") for line in lines) == 2
     text = show(result)
     assert "other batches" in text and "equal" in text and "each in a process of its own" in text
+
+
+def test_what_processes_are_forked_from_leaves_the_cuda_driver_asleep() -> None:
+    script = (
+        "import torch\n"
+        "def asked(*args, **kwargs): raise AssertionError('the driver was asked')\n"
+        "for name in ('is_available', 'device_count', '_lazy_init'): setattr(torch.cuda, name, asked)\n"
+        "import lightning_liger.bench.preload\n"
+        "from lightning_liger.bench.driver import driver_asleep\n"
+        "assert driver_asleep()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_what_fails_is_a_row() -> None:

@@ -47,7 +47,8 @@ def run(session: Session, *, compiled: bool = False) -> None:
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_qwen_2_5
     from litgpt.utils import chunked_cross_entropy
 
-    fabric: Any = L.Fabric(devices=1, accelerator=session.device.type, precision=session.precision)
+    precision: Any = session.precision
+    fabric: Any = L.Fabric(devices=1, accelerator=session.device.type, precision=precision)
     shape = session.task.shape
     plain = session.model()
     config = Config(
