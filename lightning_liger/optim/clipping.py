@@ -58,7 +58,7 @@ def why_before(trainer: Any, module: Any) -> str:
     if getattr(plugin, "scaler", None) is not None:
         return "a step that is left out when gradients overflow"
     methods = [getattr(module, name) for name in _AROUND] + [plugin.clip_gradients, plugin.clip_grad_by_norm]
-    own = [m.__qualname__ for m in methods if not m.__module__.startswith(_LIBRARIES)]
+    own = [str(getattr(m, "__qualname__", m)) for m in methods if not _of_a_library(m)]
     hooked = [type(o).__name__ for o in trainer.optimizers if getattr(o, "_optimizer", o)._optimizer_step_pre_hooks]
     return ", ".join(own + hooked)
 
@@ -68,4 +68,8 @@ def read_after_the_step(trainer: Any, module: Any) -> bool:
     hooks = [getattr(one, name, None) for one in (module, *trainer.callbacks) for name in _AFTER]
     hooks += [o.zero_grad for o in trainer.optimizers]
     posts = [h for o in trainer.optimizers for h in getattr(o, "_optimizer", o)._optimizer_step_post_hooks.values()]
-    return not all(h.__module__.startswith(_LIBRARIES) for h in [*hooks, *posts] if h is not None)
+    return not all(_of_a_library(h) for h in [*hooks, *posts] if h is not None)
+
+
+def _of_a_library(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)

@@ -3,6 +3,7 @@
     python tests/bench/optimizer_step.py                                   # without a GPU: the host's time alone
     python tests/bench/optimizer_step.py --size 0.5b 7b 14b                # one GPU; 14b: the shards of one rank of two
     python tests/bench/optimizer_step.py --size 0.5b 7b --dtensor          # parameters as FSDP2 has them
+    python tests/bench/optimizer_step.py --size 0.5b 7b --tune             # other cuts of this package's kernels
 
 fp32 weights and gradients. *Host* is the time until the calls return, with the device idle before; *device* is between events
 around them. ``--no-clip`` leaves clipping out. Bytes per second count what the step has to move: weights, gradients and both
@@ -126,12 +127,27 @@ def lines(size: str, device: str, mesh: Any, clip: bool, steps: int) -> Iterator
         yield f"| {variant} | {parts} | {found[3]:.2f} | {rate} |"
 
 
+def tuned(size: str, clip: bool, steps: int) -> Iterator[str]:
+    """Device time of this package's step by the cut of its kernels."""
+    from lightning_liger.optim import kernel
+
+    yield f"{size}: device ms by entries of a chunk, entries at a time and warps, of fp32 state and of bf16 state"
+    own = (kernel.CHUNK, kernel.BLOCK, kernel.WARPS)
+    for chunk, block, warps in itertools.product((8192, 16384, 65536), (1024, 2048, 4096), (4, 8)):
+        kernel.CHUNK, kernel.BLOCK, kernel.WARPS = chunk, block, warps
+        found = [measure(v, shapes_of(size), "cuda", None, clip, steps)[3] for v in VARIANTS if v.startswith("ours")]
+        mark = " (as it is)" if (chunk, block, warps) == own else ""
+        yield f"{chunk:6d} {block:5d} {warps:2d}: {found[0]:8.2f} {found[1]:8.2f}{mark}"
+    kernel.CHUNK, kernel.BLOCK, kernel.WARPS = own
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="*", default=None, choices=[*SHAPES, "host"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtensor", action="store_true")
     parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = None
@@ -144,7 +160,8 @@ def main() -> None:
     if device == "cpu":
         without_launches()
     for size in given.size or (["0.5b"] if device == "cuda" else ["host"]):
-        for line in lines(size, device, mesh, not given.no_clip, given.steps):
+        clip, steps = not given.no_clip, given.steps
+        for line in tuned(size, clip, steps) if given.tune else lines(size, device, mesh, clip, steps):
             print(line, flush=True)
 
 

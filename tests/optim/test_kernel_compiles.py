@@ -57,6 +57,13 @@ def test_the_step_is_wide(dtype: torch.dtype, bf16_state: bool, loads: int, stor
     assert wide(assembly(kernel._adam_kernel, CLIP=True, WRITE_GRADIENT=False, **options)) == (loads, stores)
 
 
+@pytest.mark.parametrize("options", [{"CLIP": False, "WRITE_GRADIENT": False}, {"CLIP": True, "WRITE_GRADIENT": True}])
+def test_the_step_compiles_for_any_address(options: dict[str, bool]) -> None:
+    float32 = triton.language.float32
+    ptx = assembly(kernel._adam_kernel, P=float32, S=triton.language.uint16, BF16_STATE=True, ALIGNED=False, **options)
+    assert wide(ptx) == (0, 0)
+
+
 def test_the_sum_of_squares_is_wide() -> None:
     assert wide(assembly(kernel._squares_kernel, P=triton.language.float32, ALIGNED=True))[0] == 2
     assert wide(assembly(kernel._squares_kernel, P=triton.language.float32, ALIGNED=False))[0] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_the_first_step_is_plains(clip: dict[str, Any], accumulate: int) -> None
         torch.testing.assert_close(found.parameters[name], value, rtol=1e-5, atol=1e-6)
     for name, value in plain.gradients[0].items():
         torch.testing.assert_close(found.gradients[0][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_hooks_without_a_name_count_as_the_users() -> None:
+    class Module(WithAdamW):
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.AdamW(self.parameters())
+            made.register_step_post_hook(functools.partial(lambda *_: seen.append("after")))
+            made.register_step_pre_hook(functools.partial(lambda *_: seen.append("before")))
+            return made
+
+    seen: list[Any] = []
+    module = Module()
+    fit(module, loader(), ours(), max_steps=1, gradient_clip_val=0.1)
+    assert seen == ["before", "after"] and all(p.grad is not None for p in module.parameters())
 
 
 def test_gradients_are_freed_unless_somebody_may_read_them() -> None:
