@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import modules
-import sequence_cases
+import sequence_runs
 import sliced_steps as s
 import torch
 import torch.distributed as dist
@@ -237,24 +237,18 @@ def trained(name: str, make: Callable[[], Any], ks: tuple[int, ...] = (2,), **op
             strategy = options.get("strategy", {})
             own = {n: v for n, v in options.items() if n != "strategy"}
             groups = WORLD // k
-            found = sequence_cases.fit(make(), sequence_cases.rows(groups), k, strategy=strategy, **own)
-            expected = sequence_cases.fit(make(), sequence_cases.rows(0), **own)
+            found = sequence_runs.fit(make(), sequence_runs.rows(groups), k, strategy=strategy, **own)
+            expected = sequence_runs.fit(make(), sequence_runs.rows(0), **own)
             padding = next(c.report for c in found.trainer.callbacks if hasattr(c, "report")).padding
             assert padding.packed_calls, padding
-            said.append(f"k={k}: {sequence_cases.same(found, expected)}")
+            said.append(f"k={k}: {sequence_runs.same(found, expected)}")
         return "; ".join(said)
 
     CASES[name] = check
 
 
-trained("fit: own loss, metrics, gemma2", lambda: modules.Metrics("gemma2"), (2, 4))
-trained("fit: policy and reference", modules.PolicyAndReference, accumulate_grad_batches=2)
 trained("fit: recomputed", modules.InInit, strategy={"activation_checkpointing": "full"}, gradient_clip_val=0.5)
 trained("fit: selectively", lambda: modules.InInit("llama"), strategy={"activation_checkpointing": "selective"})
-trained("fit: adapters", modules.Adapters)
-trained("fit: parameters on the module", modules.OnTheModule, (4,), gradient_clip_val=0.5)
-trained("fit: two optimizers by hand", modules.TwoOptimizers)
-trained("fit: a model made in configure_model", modules.InConfigureModel)
 
 
 def main(names: list[str]) -> None:
