@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -27,17 +29,25 @@ class PaddingFree(Rebound):
         self.off: dict[bool, str] = {}
 
     def is_sharded(self) -> bool:
-        """Whether a forward is a collective now, so that ranks must run the same number of them.
+        """Whether a forward is a collective now, or its backward will be, so that ranks must run the same number of them.
 
-        A sharded model may be whole for the length of an evaluation, or from its forward to its backward.
+        A sharded model may be whole for the length of an evaluation, or from its forward to its backward. In the latter
+        each forward still brings along a backward that reduces gradients.
         """
-        return any(held_in_pieces(p) for p in self.module.parameters())
+        in_groups = torch.is_grad_enabled() and is_in_groups(self.module)
+        return in_groups or any(held_in_pieces(p) for p in self.module.parameters())
 
     def leave_padded(self, reason: str, *, training: bool) -> None:
         """Run later calls of this kind (with gradients or without) as they are."""
         if training not in self.off:
             self.off[training] = self.why = reason
             self.report.switched_off(type(self.module).__name__, reason, training=training)
+
+
+def is_in_groups(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers parts of the module by themselves, gathered or not."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in module.modules() if m is not module)
 
 
 def held_in_pieces(parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ import traceback
 import warnings
 
 import behaviours  # noqa: F401
+import company_cases  # noqa: F401
 import decoder_cases  # noqa: F401
 import dtype_cases  # noqa: F401
 import equalities  # noqa: F401
