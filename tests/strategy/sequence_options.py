@@ -27,12 +27,12 @@ def options_of_the_callback() -> None:
         say(f"{name} in groups of {k}: loss {loss:.1e} weights {weight:.1e}")
         return run
 
-    for k in SIZES:
-        assert check(k, "benchmark_steps", benchmark_steps=1).report["attribution"]
-        check(k, "verify", verify="strict")
-        check(k, "shape_buckets", shape_buckets=[16, 40, 64])
-        check(k, "compile", compile="auto")
-        check(k, "nothing fused", fused_head=False)
+    few, many = SIZES[0], SIZES[-1]
+    assert check(few, "benchmark_steps", benchmark_steps=1).report["attribution"]
+    check(few, "verify", verify="strict")
+    check(many, "shape_buckets", shape_buckets=[16, 40, 64])
+    check(few, "compile", compile="auto")
+    check(many, "nothing fused", fused_head=False)
 
 
 class Memory:

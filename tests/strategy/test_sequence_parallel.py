@@ -21,6 +21,7 @@ from lightning_liger.parallel.same_batch import fingerprint
 from lightning_liger.parallel.user_samplers import divide_by_groups
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_groups_train_as_one_process(accelerator: str) -> None:
     # some 80 trainings by four processes that share two cores, in one launch: a minute on an idle machine
