@@ -21,7 +21,8 @@ from lightning_liger.parallel.activations import Activations, count_activations,
 from lightning_liger.parallel.divisible import larger_sizes
 from lightning_liger.parallel.gathering import host_bytes
 from lightning_liger.parallel.groups import parameters_of, policy, sharded_parts
-from lightning_liger.parallel.memory_plan import MemoryPlan, State, optimizer_bytes
+from lightning_liger.parallel.memory_plan import MemoryPlan, State
+from lightning_liger.parallel.optimizer_sizes import optimizer_bytes
 from lightning_liger.parallel.shard import Sharding
 
 _FIXED_IDS = ("input_ids", "ids", "tokens", "inputs", "x")

@@ -20,7 +20,8 @@ from lightning_liger.kernels.norms import RMSNormBinding
 from lightning_liger.kernels.report import OpReport
 from lightning_liger.parallel import memory_plan, planning
 from lightning_liger.parallel.activations import Activations, count_activations, from_linear_layers
-from lightning_liger.parallel.memory_plan import UNCOUNTED, MemoryPlan, State, optimizer_bytes, state_factor
+from lightning_liger.parallel.memory_plan import UNCOUNTED, MemoryPlan, State
+from lightning_liger.parallel.optimizer_sizes import optimizer_bytes, state_factor
 from lightning_liger.parallel.planning import read_batch
 from lightning_liger.parallel.recompute import recompute_blocks
 from lightning_liger.parallel.selecting import Product, Selection

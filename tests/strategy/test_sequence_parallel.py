@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from helpers import QUIET
+from helpers import QUIET, causal_lm
 from lightning.pytorch.cli import LightningCLI
 from test_two_processes import HERE, TORCHRUN, environment
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
+from lightning_liger.parallel.activations import Activations
+from lightning_liger.parallel.divisible import larger_sizes
+from lightning_liger.parallel.memory_plan import MemoryPlan, State
 from lightning_liger.parallel.mesh import check_sizes
 from lightning_liger.parallel.planning import Batch
 from lightning_liger.parallel.same_batch import fingerprint
@@ -129,3 +133,21 @@ def test_a_sampler_over_all_ranks_is_divided_by_groups(drop_last: bool, batched:
 
 def test_a_slice_is_what_memory_is_planned_for() -> None:
     assert Batch((2, 10), 15, 7).slice_of(2) == Batch((2, 10), 8, 4)
+
+
+def test_a_batch_that_is_too_long_is_told_to_be_divided() -> None:
+    state = State(
+        parameters=0, gradients=0, optimizer=0, root=0, block=0, blocks=0, root_gradients=0, reduced=0, ranks=8
+    )
+    kept = Activations(blocks=10, block=3 * 2**30, entry=2**30, tokens=1_000)
+    plan = MemoryPlan(state, kept, head=0, tokens=1_000, capacity=12 * 2**30, slices=2, divisible=(4, 8))
+    assert "sequence_parallel_size=8" in plan.remedies() and "sequence_parallel_size=4" not in plan.remedies()
+    assert not any("sequence" in text for text in replace(plan, divisible=()).remedies())
+
+
+def test_sizes_that_divide_heads_and_ranks() -> None:
+    module = torch.nn.ModuleDict({"model": causal_lm("llama")})  # four heads, two of keys and values
+    assert (
+        larger_sizes(module, 1, 8) == (2, 4) and larger_sizes(module, 2, 6) == () and larger_sizes(module, 1, 1) == ()
+    )
+    assert larger_sizes(torch.nn.Linear(2, 2), 1, 8) == ()
