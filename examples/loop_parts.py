@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,26 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from docstrings import docstring_pairs
-from sft_data import Pair, encode, read_pairs, train_tokenizer
+from sft_data import Pair, encode, pad, read_pairs, train_tokenizer
 
 Example = dict[str, list[int]]
-
-
-class Collate:
-    """Pads to the longest row of the batch; what is not to be learnt has label -100."""
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, examples: list[Example]) -> dict[str, Tensor]:
-        longest = max(len(example["input_ids"]) for example in examples)
-        ids = torch.full((len(examples), longest), self.padding)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for row, example in enumerate(examples):
-            length = len(example["input_ids"])
-            ids[row, :length], mask[row, :length] = torch.tensor(example["input_ids"]), 1
-            labels[row, :length] = torch.tensor(example["labels"])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+Collate = Callable[[list[Example]], dict[str, Tensor]]
 
 
 def parts(data: str | None, model: str | None, rows: int = 512) -> tuple[Any, list[Example], Collate]:
@@ -51,7 +37,7 @@ def parts(data: str | None, model: str | None, rows: int = 512) -> tuple[Any, li
         tokenizer = AutoTokenizer.from_pretrained(model)
         network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return network.train(), list(encode(pairs, tokenizer, 256)), Collate(padding)
+    return network.train(), list(encode(pairs, tokenizer, 256)), partial(pad, pad_id=padding)
 
 
 def batches(examples: list[Example], collate: Collate, size: int) -> DataLoader[Any]:

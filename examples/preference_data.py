@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sft_data import DataError, Pair, to_pair
-from sft_module import pretrained_arguments
-
-Batch = dict[str, Tensor]
+from sft_data import DataError, Pair, pad, to_pair
+from sft_module import Batch, pretrained_arguments
 
 
 class Preference(NamedTuple):
@@ -57,24 +54,12 @@ def read_preferences(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> li
 
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, max_length: int
-) -> tuple[list[int], list[int]]:
-    """Token ids, and the same as labels with -100 for the prompt; of a long prompt the end is kept, of an answer its begin."""
+) -> dict[str, list[int]]:
+    """Token ids, and labels with -100 for the prompt; of a long prompt the end is kept, of an answer its begin."""
     asked = tokenizer(prompt)["input_ids"][-(max_length // 2) :]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     told = [*tokenizer(answer, add_special_tokens=False)["input_ids"], *end][: max_length - len(asked)]
-    return [*asked, *told], [-100] * len(asked) + told
-
-
-def pad(rows: Sequence[tuple[list[int], list[int]]], pad_id: int) -> Batch:
-    """``input_ids``, ``attention_mask`` and ``labels`` of shape ``(B, S)``, padded to the longest."""
-    longest = max(len(ids) for ids, _ in rows)
-    input_ids = torch.full((len(rows), longest), pad_id)
-    attention_mask, labels = torch.zeros_like(input_ids), torch.full_like(input_ids, -100)
-    for row, (ids, targets) in enumerate(rows):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        labels[row, : len(ids)] = torch.tensor(targets)
-        attention_mask[row, : len(ids)] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return {"input_ids": [*asked, *told], "labels": [-100] * len(asked) + told}
 
 
 class PreferenceDataModule(L.LightningDataModule):

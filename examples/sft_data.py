@@ -1,4 +1,4 @@
-"""Rows of a JSON-lines file as (prompt, completion) pairs, and a tokenizer when there is none."""
+"""Rows of a JSON-lines file as (prompt, completion) pairs and padded batches, and a tokenizer when there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 ACCEPTED = """each line is one JSON object, in one of these shapes:
@@ -104,6 +106,20 @@ def encode(
         # A prompt that fills the whole window leaves nothing to learn.
         if any(label != -100 for label in labels[1:]):
             yield {"input_ids": input_ids, "labels": labels}
+
+
+def pad(rows: Iterable[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels`` of shape ``(B, S)``, padded to the longest row; labels with -100."""
+    rows = list(rows)
+    longest = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.full((len(rows), longest), pad_id)
+    attention_mask, labels = torch.zeros_like(input_ids), torch.full_like(input_ids, -100)
+    for i, row in enumerate(rows):
+        length = len(row["input_ids"])
+        input_ids[i, :length] = torch.tensor(row["input_ids"])
+        attention_mask[i, :length] = 1
+        labels[i, :length] = torch.tensor(row["labels"])
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

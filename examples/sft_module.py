@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from sft_data import DataError, encode, read_pairs
+from sft_data import DataError, encode, pad, read_pairs
 
 Batch = dict[str, Tensor]
 
@@ -64,16 +64,7 @@ class SFTDataModule(L.LightningDataModule):
             )
 
     def collate(self, examples: list[dict[str, list[int]]]) -> Batch:
-        longest = max(len(example["input_ids"]) for example in examples)
-        input_ids = torch.full((len(examples), longest), self.tokenizer.pad_token_id or 0)
-        attention_mask = torch.zeros_like(input_ids)
-        labels = torch.full_like(input_ids, -100)
-        for row, example in enumerate(examples):
-            length = len(example["input_ids"])
-            input_ids[row, :length] = torch.tensor(example["input_ids"])
-            attention_mask[row, :length] = 1
-            labels[row, :length] = torch.tensor(example["labels"])
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return pad(examples, self.tokenizer.pad_token_id or 0)
 
     def train_dataloader(self) -> DataLoader[dict[str, list[int]]]:
         return DataLoader(

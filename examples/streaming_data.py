@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from preference_data import Batch, pad
-from sft_data import to_pair
-from sft_module import pretrained_arguments
+from sft_data import pad, to_pair
+from sft_module import Batch, pretrained_arguments
 
-Row = tuple[list[int], list[int]]
+Row = dict[str, list[int]]
 
 
 class Documents(IterableDataset[Row]):
@@ -54,7 +53,7 @@ class Documents(IterableDataset[Row]):
                 piece = ids[start : start + self.max_length]
                 if len(piece) < 2:
                     continue
-                waiting.append((piece, piece))
+                waiting.append({"input_ids": piece, "labels": piece})
                 if len(waiting) > self.buffer:
                     yield waiting.pop(chance.randrange(len(waiting)))
         chance.shuffle(waiting)
