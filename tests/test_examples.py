@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -189,11 +190,14 @@ def shell(script: Path, *more: str, **env: str) -> subprocess.CompletedProcess[A
 
 def test_torchrun_starts_every_rank_of_a_node(beside: Path) -> None:
     small = ["--trainer.max_steps=1", "--data.max_length=64", "--data.batch_size=2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     result = shell(
         beside / "multi_node" / "torchrun.sh",
         *("--config", "cli/long_context.yaml", "--trainer.strategy.init_args.sequence_parallel_size=2", *small),
         GPUS="2",
-        MASTER_PORT="29731",
+        MASTER_PORT=port,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "each over 2 ranks" in result.stdout and "1 batch on 2 ranks" in result.stdout
