@@ -5,25 +5,18 @@ On GPUs: accelerate launch examples/accelerate_loop.py --gpu --precision bf16 --
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from accelerate import Accelerator
 
 from lightning_liger import accelerate
-from loop_parts import batches, parts
+from loop_parts import batches, parser, parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="train without the plugin")
-    parser.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
-    parser.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--gpu", action="store_true", help="on the GPUs that `accelerate launch` gives")
-    parser.add_argument("--precision", default="no", choices=["no", "bf16"])
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--gpu", action="store_true", help="on the GPUs that `accelerate launch` gives")
+    options.add_argument("--precision", default="no", choices=["no", "bf16"])
+    args = options.parse_args()
 
     accelerator = Accelerator(cpu=not args.gpu, mixed_precision=args.precision)
     model, examples, collate = parts(args.data, args.model)

@@ -5,26 +5,19 @@ On GPUs: python examples/fabric_loop.py --accelerator cuda --devices 2 --precisi
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from lightning.fabric import Fabric
 
 from lightning_liger import accelerate
-from loop_parts import batches, parts
+from loop_parts import batches, parser, parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="train without the plugin")
-    parser.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
-    parser.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--precision", default="32-true")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--accelerator", default="cpu")
+    options.add_argument("--devices", type=int, default=1)
+    options.add_argument("--precision", default="32-true")
+    args = options.parse_args()
 
     fabric = Fabric(accelerator=args.accelerator, devices=args.devices, precision=args.precision)
     fabric.launch()

@@ -5,14 +5,13 @@ On GPUs: torchrun --nproc-per-node=2 examples/hf_trainer.py --gpu --precision bf
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_liger import accelerate
-from loop_parts import parts
+from loop_parts import parser, parts
 
 
 class PrintLosses(TrainerCallback):
@@ -22,16 +21,11 @@ class PrintLosses(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="train without the plugin")
-    parser.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
-    parser.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--precision", default="no", choices=["no", "bf16"])
-    parser.add_argument("--output", default=tempfile.gettempdir(), help="where the Trainer writes")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--gpu", action="store_true")
+    options.add_argument("--precision", default="no", choices=["no", "bf16"])
+    options.add_argument("--output", default=tempfile.gettempdir(), help="where the Trainer writes")
+    args = options.parse_args()
 
     model, examples, collate = parts(args.data, args.model)
     handle = None if args.plain else accelerate(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,17 @@ from sft_data import Pair, encode, pad, read_pairs, train_tokenizer
 
 Example = dict[str, list[int]]
 Collate = Callable[[list[Example]], dict[str, Tensor]]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all loops share."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--plain", action="store_true", help="train without the plugin")
+    made.add_argument("--data", help="JSON lines (default: the standard library's docstrings)")
+    made.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
+    made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--batch-size", type=int, default=8)
+    return made
 
 
 def parts(data: str | None, model: str | None, rows: int = 512) -> tuple[Any, list[Example], Collate]:
