@@ -1,6 +1,6 @@
 """A training loop of one's own on Hugging Face Accelerate. One line of it accelerates the model; `--plain` leaves that out.
 
-On GPUs: accelerate launch examples/accelerate_loop.py --gpu --precision bf16 --model CHECKPOINT
+On GPUs: accelerate launch examples/accelerate_loop.py --gpu --model CHECKPOINT
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from loop_parts import batches, parser, parts
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--gpu", action="store_true", help="on the GPUs that `accelerate launch` gives")
-    options.add_argument("--precision", default="no", choices=["no", "bf16"])
-    args = options.parse_args()
+    args = parser(__doc__).parse_args()
 
-    accelerator = Accelerator(cpu=not args.gpu, mixed_precision=args.precision)
+    accelerator = Accelerator(cpu=not args.gpu, mixed_precision="bf16" if args.gpu else "no")
     model, examples, collate = parts(args.data, args.model)
     handle = None if args.plain else accelerate(model)  # before prepare(), which wraps it
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

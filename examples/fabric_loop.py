@@ -1,6 +1,6 @@
 """A training loop of one's own on Lightning Fabric. One line of it accelerates the model; `--plain` leaves that out.
 
-On GPUs: python examples/fabric_loop.py --accelerator cuda --devices 2 --precision bf16-mixed --model CHECKPOINT
+On GPUs: python examples/fabric_loop.py --gpu --model CHECKPOINT
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from loop_parts import batches, parser, parts
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--accelerator", default="cpu")
-    options.add_argument("--devices", type=int, default=1)
-    options.add_argument("--precision", default="32-true")
-    args = options.parse_args()
+    args = parser(__doc__).parse_args()
 
-    fabric = Fabric(accelerator=args.accelerator, devices=args.devices, precision=args.precision)
+    device = {"accelerator": "cuda", "devices": "auto", "precision": "bf16-mixed"}
+    fabric = Fabric(**device if args.gpu else {"accelerator": "cpu", "devices": 1})
     fabric.launch()
     model, examples, collate = parts(args.data, args.model)
     handle = None if args.plain else accelerate(model)  # before setup(), which wraps it

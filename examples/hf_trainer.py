@@ -1,6 +1,6 @@
 """Hugging Face's Trainer. One line before it accelerates the model; `--plain` leaves that out.
 
-On GPUs: torchrun --nproc-per-node=2 examples/hf_trainer.py --gpu --precision bf16 --model CHECKPOINT
+On GPUs: torchrun --nproc-per-node=2 examples/hf_trainer.py --gpu --model CHECKPOINT
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ class PrintLosses(TrainerCallback):
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--gpu", action="store_true")
-    options.add_argument("--precision", default="no", choices=["no", "bf16"])
     options.add_argument("--output", default=tempfile.gettempdir(), help="where the Trainer writes")
     args = options.parse_args()
 
@@ -32,7 +30,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=args.output,
         use_cpu=not args.gpu,
-        bf16=args.precision == "bf16",
+        bf16=args.gpu,
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         learning_rate=3e-4,

@@ -27,6 +27,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--model", help="checkpoint directory (default: a small random Qwen2)")
     made.add_argument("--steps", type=int, default=8)
     made.add_argument("--batch-size", type=int, default=8)
+    made.add_argument("--gpu", action="store_true", help="on GPUs, computing in bf16")
     return made
 
 
