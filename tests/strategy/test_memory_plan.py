@@ -9,7 +9,7 @@ import lightning as L
 import modules
 import pytest
 import torch
-from helpers import causal_lm
+from helpers import QUIET, causal_lm
 from live_memory import memory_after
 from test_recompute import KINDS, blocks_of
 from torch import Tensor
@@ -246,17 +246,7 @@ def test_reading_batches() -> None:
 @pytest.mark.parametrize("make", [modules.InInit, modules.IsTheModel, modules.Adapters, modules.PolicyAndReference])
 def test_a_plan_is_made_before_training(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     callback = LigerCallback()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=LigerFSDPStrategy(bf16=False),
-        callbacks=[callback],
-        max_steps=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(strategy=LigerFSDPStrategy(bf16=False), callbacks=[callback], **{**QUIET, "max_steps": 1})
     module = make()
     trainer.fit(module, modules.loader())
     made = callback.report.to_dict()["memory_plan"]
@@ -304,15 +294,9 @@ def test_selective_checkpointing_by_what_a_device_has(monkeypatch: pytest.Monkey
         monkeypatch.setattr(planning, "capacity_of", lambda _: capacity)
         callback, module = LigerCallback(verbose=False), modules.InInit("llama")
         trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
             strategy=LigerFSDPStrategy(bf16=False, activation_checkpointing="selective"),
             callbacks=[callback],
-            max_steps=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
+            **{**QUIET, "max_steps": 2},
         )
         trainer.fit(module, modules.loader())
         return callback.report.to_dict()["memory_plan"], [p.detach().clone() for p in module.parameters()]

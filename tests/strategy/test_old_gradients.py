@@ -8,6 +8,7 @@ import lightning as L
 import modules
 import pytest
 import torch
+from helpers import QUIET
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
@@ -49,18 +50,8 @@ class AsksTwice(Watches):
 
 
 def fit(module: Any, *callbacks: Any, **options: Any) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=LigerFSDPStrategy(bf16=False),
-        callbacks=[LigerCallback(verbose=False), *callbacks],
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        **options,
-    )
+    ours = [LigerCallback(verbose=False), *callbacks]
+    trainer = L.Trainer(strategy=LigerFSDPStrategy(bf16=False), callbacks=ours, **{**QUIET, "max_steps": 3, **options})
     trainer.fit(module, modules.loader())
     return trainer
 
@@ -83,8 +74,7 @@ def test_they_stay_where_a_hook_may_read_them() -> None:
 
 def test_optimizers_that_ask_twice() -> None:
     plain, ours = AsksTwice(), AsksTwice()
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_progress_bar=False,
-                        enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+    trainer = L.Trainer(**{**QUIET, "max_steps": 3})
     trainer.fit(plain, modules.loader())
     fit(ours)
     for name, parameter in plain.named_parameters():
@@ -94,8 +84,7 @@ def test_optimizers_that_ask_twice() -> None:
 @pytest.mark.parametrize("every", [2, 3])
 def test_accumulated_ones_stay(every: int) -> None:
     plain, ours = Watches(), Watches()
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_progress_bar=False, max_epochs=9,
-                        enable_checkpointing=False, enable_model_summary=False, accumulate_grad_batches=every)  # fmt: skip
+    trainer = L.Trainer(**{**QUIET, "max_steps": 3, "max_epochs": 9, "accumulate_grad_batches": every})
     trainer.fit(plain, modules.loader())
     fit(ours, accumulate_grad_batches=every, max_epochs=9)
     for name, parameter in plain.named_parameters():

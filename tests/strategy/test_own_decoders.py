@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import modules
 import torch
+from helpers import QUIET
 
 from lightning_liger import LigerCallback, LigerFSDPStrategy
 
@@ -33,17 +34,7 @@ class Decodes(L.LightningModule):
 
 def fit(strategy: Any, *callbacks: Any, kind: Any = Decodes) -> dict[str, torch.Tensor]:
     module = kind()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = L.Trainer(strategy=strategy, callbacks=list(callbacks), **{**QUIET, "max_steps": 3})
     trainer.fit(module, modules.loader())
     return {n: p.detach() for n, p in module.named_parameters()}
 
