@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Twice
 from lazy_cases import Case, assert_same, case, close, gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -116,22 +117,12 @@ class _L2Wrap(torch.autograd.Function):
         return grad, penalty
 
 
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
 def test_custom_functions() -> None:
     assert_same(case(), lambda x: _L2Wrap.apply(loss_of(x), x))
-    assert_same(case(), lambda x: loss_of(_Double.apply(x)))
+    assert_same(case(), lambda x: loss_of(Twice.apply(x)))
     labels = LABELS.clone()
     labels[1, 3] = -100  # the padded batch counts no padding here
-    assert_same(case(padded=True), lambda x: F.cross_entropy(_Double.apply(x).transpose(1, 2), labels))
+    assert_same(case(padded=True), lambda x: F.cross_entropy(Twice.apply(x).transpose(1, 2), labels))
 
 
 def test_a_custom_function_that_counts_padding() -> None:

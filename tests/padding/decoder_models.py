@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import VOCAB
+from helpers import VOCAB, Twice
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -377,21 +377,11 @@ class Keeping(NanoGPT):
         return self.last
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
 class OwnFunction(NanoGPT):
     """An autograd function of one's own, inside of attention."""
 
     def __init__(self) -> None:
-        super().__init__(lambda q, k, v: causal(_Doubled.apply(q), k, v))
+        super().__init__(lambda q, k, v: causal(Twice.apply(q), k, v))
 
 
 class Convolution(NanoGPT):

@@ -165,7 +165,7 @@ def test_forward_hooks_keep_the_padding() -> None:
 def test_a_function_of_its_own_under_reentrant_checkpointing() -> None:
     class Own(models.NanoGPT):
         def __init__(self) -> None:
-            super().__init__(lambda q, k, v: models.causal(models._Doubled.apply(q), k, v), reentrant=True)
+            super().__init__(lambda q, k, v: models.causal(models.Twice.apply(q), k, v), reentrant=True)
 
     assert_left(run(Own), "an autograd function of its own")
 

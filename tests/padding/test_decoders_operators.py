@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from helpers import Twice
 from torch import Tensor
 
 from lightning_liger.padding.layout import Layout
@@ -227,20 +228,10 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "looks at padding": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(S, S).bool()),
     "over heads": lambda x: F.scaled_dot_product_attention(x.view(B, S, 2, 4), x.view(B, S, 2, 4), x.view(B, S, 2, 4)),
     "to a prefix": lambda x: F.scaled_dot_product_attention(x, own((B, 9, H)), own((B, 9, H))),
-    "own function": lambda x: copy.copy(_Twice.apply(x) + 1),
+    "own function": lambda x: copy.copy(Twice.apply(x) + 1),
     "two places": lambda x: x.transpose(0, 1) + x.view(B, S, H),
     "backward hooks": lambda x: x.register_hook(lambda g: g),
 }
-
-
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
 
 
 @pytest.mark.parametrize("name", REFUSED)

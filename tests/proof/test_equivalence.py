@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import Plain, Run, assert_same, causal_lm, collate_shifted, fit, loader
+from helpers import Plain, Run, Twice, assert_same, causal_lm, collate_shifted, fit, loader
 from sabotage import Sabotage
 from torch import Tensor
 
@@ -257,19 +257,9 @@ def test_rows_are_compared_where_the_batch_does_not_fit(monkeypatch: pytest.Monk
 # -- what cannot be compared is said -----------------------------------------------------------------------------------
 
 
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
 class OwnFunction(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return _Twice.apply(super().training_step(batch, batch_idx))
+        return Twice.apply(super().training_step(batch, batch_idx))
 
 
 class OwnBackward(ByHand):
