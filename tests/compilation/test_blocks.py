@@ -99,6 +99,19 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is_and_says_why() -> None:
     assert said[0].startswith("Gemma2DecoderLayer is not compiled: its attention")
 
 
+def _train_on_sums(model: Any, steps: list[list[tuple[int, int]]]) -> list[float]:
+    """The losses of steps, each the sum over batches that are given as (rows, seed)."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for batches in steps:
+        loss = sum(model(**collate(documents(rows, seed=seed))).loss for rows, seed in batches)
+        loss.backward()  # type: ignore[union-attr]
+        losses.append(float(loss.detach()))  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def _record(model: Any, accelerated: Accelerated, said: list[str]) -> RecordedStack:
     blocks = stack_of(model.base_model)
     stack = RecordedStack(blocks, 2, said.append, EmulatedRecorder())
@@ -123,15 +136,7 @@ def test_recorded_blocks_train_like_plain_ones() -> None:
 
 def test_a_second_forward_before_the_backward_is_not_replayed() -> None:
     def train(model: Any) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for step in range(6):
-            loss = sum(model(**collate(documents(4, seed=step + i))).loss for i in (0, 17))
-            loss.backward()  # type: ignore[union-attr]
-            losses.append(float(loss.detach()))  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
+        return _train_on_sums(model, [[(4, step), (4, step + 17)] for step in range(6)])
 
     plain = train(causal_lm())
     model, said = causal_lm(), []  # type: ignore[var-annotated]
@@ -172,17 +177,8 @@ def test_a_recording_that_ends_half_way_leaves_right_gradients() -> None:
 
 def test_nothing_is_recorded_over_the_activations_of_another_shape() -> None:
     def train(model: Any) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for step in range(9):
-            # from the fourth step on a second shape runs between forward and backward of the first
-            shapes = [(4, 0)] if step < 4 else [(4, 0), (9, 17)]
-            loss = sum(model(**collate(documents(rows, seed=step + seed))).loss for rows, seed in shapes)
-            loss.backward()  # type: ignore[union-attr]
-            losses.append(float(loss.detach()))  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
+        # from the fourth step on a second shape runs between forward and backward of the first
+        return _train_on_sums(model, [[(4, step)] if step < 4 else [(4, step), (9, step + 17)] for step in range(9)])
 
     plain = train(causal_lm())
     model, said = causal_lm(), []  # type: ignore[var-annotated]
