@@ -75,15 +75,21 @@ class Slow(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_time_of_a_step(tmp_path: Any) -> None:
+def _slow_loader(count: int, seconds: float) -> Any:
+    """Batches that each take so long to come."""
+
     class Loader(torch.utils.data.DataLoader[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
-                time.sleep(0.05)
+                time.sleep(seconds)
                 yield batch
 
-    data = loader(count=24)
-    slow: Any = Loader(data.dataset, batch_size=4, collate_fn=data.collate_fn)
+    data = loader(count=count)
+    return Loader(data.dataset, batch_size=4, collate_fn=data.collate_fn)
+
+
+def test_the_time_of_a_step(tmp_path: Any) -> None:
+    slow = _slow_loader(24, 0.05)
     callback = LigerCallback(verbose=False)
     fit(Slow(causal_lm()), slow, callback, max_steps=6)
     metrics = callback.report.metrics
@@ -161,14 +167,7 @@ def test_compilation_is_advised_where_the_user_turned_it_off(could: bool) -> Non
 
 
 def test_advice_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
-    class Loader(torch.utils.data.DataLoader[Any]):
-        def __iter__(self) -> Any:
-            for batch in super().__iter__():
-                time.sleep(0.02)
-                yield batch
-
-    data = loader(count=160)
-    slow: Any = Loader(data.dataset, batch_size=4, collate_fn=data.collate_fn)
+    slow = _slow_loader(160, 0.02)
     callback = LigerCallback()
     fit(Plain(causal_lm()), slow, callback, max_steps=40, log_every_n_steps=25, limit_train_batches=40)
     assert capsys.readouterr().out.count("waiting for data") == 1
