@@ -17,13 +17,13 @@ import deepspeed
 import lightning as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
 from helpers import QUIET, Run, causal_lm, collate, documents, leave, loader
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from zero_anywhere import ZeroAnywhere, zero_config
+from zero_module import Module
 
 from lightning_liger import LigerCallback
 from lightning_liger.parallel import export
@@ -31,33 +31,6 @@ from lightning_liger.parallel import export
 ROOT = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
 IDS = torch.arange(3, 43).view(2, 20)
-
-
-class Module(L.LightningModule):
-    """A loss of its own and the accuracy of the same logits."""
-
-    def __init__(self, kind: str = "qwen2") -> None:
-        super().__init__()
-        self.model = causal_lm(kind)
-        self.seen: list[float] = []
-
-    def _loss(self, batch: Any) -> Tensor:
-        x = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        labels = batch["labels"][:, 1:]
-        loss = F.cross_entropy(x.reshape(-1, x.size(-1)), labels.reshape(-1))
-        with torch.no_grad():
-            accuracy = (x.argmax(-1) == labels)[labels != -100].float().mean()
-        self.seen += [float(loss), float(accuracy)]
-        return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
 class BuiltLater(Module):

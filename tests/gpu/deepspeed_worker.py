@@ -7,49 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import deepspeed
 import lightning as L
 import torch
-import torch.nn.functional as F
-from helpers import causal_lm, loader
+from helpers import loader
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
+from zero_module import Module
 
 from lightning_liger import LigerCallback
 
 
-class Trained(L.LightningModule):
-    """A loss of its own, computed outside of the model's forward, and the accuracy of the same logits."""
+class Trained(Module):
+    """Its weights are there at the end, whole."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.model = causal_lm(kind)
-        self.found: list[Tensor] = []
-
-    def _loss(self, batch: Any) -> Tensor:
-        x = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-        labels = batch["labels"][:, 1:]
-        loss = F.cross_entropy(x.reshape(-1, x.size(-1)), labels.reshape(-1))
-        with torch.no_grad():
-            accuracy = (x.argmax(-1) == labels)[labels != -100].float().mean()
-        self.found += [loss.detach().cpu(), accuracy.cpu()]
-        return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self._loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
+    weights: list[Tensor]
 
     def on_train_end(self) -> None:
         parameters = list(self.model.parameters())
         with deepspeed.zero.GatheredParameters(parameters):
-            self.found += [p.detach().float().cpu().clone() for p in parameters]
+            self.weights = [p.detach().float().cpu().clone() for p in parameters]
 
 
 def main() -> None:
@@ -79,7 +57,7 @@ def main() -> None:
     trainer.fit(module, loader(), loader())
     if trainer.global_rank == 0:
         report = callback.report.to_dict() if accelerated else None
-        torch.save({"found": module.found, "report": report}, os.environ["OUT"])
+        torch.save({"found": [*map(torch.tensor, module.seen), *module.weights], "report": report}, os.environ["OUT"])
 
 
 if __name__ == "__main__":
