@@ -112,7 +112,7 @@ def bf16_state_of_copies_is_rounded_alike() -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert differs_between_ranks(held) == 0.0 and differs_between_ranks(moments(run)) == 0.0, name
     apart = distance(*(run.parameters for run in runs.values()))
-    assert apart < 1e-5, apart  # the same noise in both
+    assert apart < (1e-5 if DEVICE.type == "cpu" else 1e-4), apart  # the same noise in both
     say(f"bf16 state of copies: alike on all ranks; liger_fsdp beside DDP {apart:.1e}")
 
 
