@@ -25,8 +25,9 @@ def close_gaps(share: float, device: torch.device) -> bool:
     """
     if device.type != "cuda" or share < _TIGHT or any(name in os.environ for name in _SET_BY_USER):
         return False
-    if torch.version.hip or torch.cuda.get_allocator_backend() != "native":
+    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_settings is None or torch.version.hip or torch.cuda.get_allocator_backend() != "native":
         return False
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    set_settings("expandable_segments:True")  # segments that there are stay what they are, but for the empty ones
     torch.cuda.empty_cache()
     return True

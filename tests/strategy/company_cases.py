@@ -11,7 +11,7 @@ import modules
 import torch
 import torch.distributed as dist
 from behaviours import counting, trainer_for
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.tuner import Tuner
 from runs import RANK, WORLD, case, distance, say, train, whole
 
@@ -49,6 +49,39 @@ def accumulating_by_hand() -> None:
     with counting() as counts:
         train(Accumulates("llama"), WORLD, LigerFSDPStrategy(bf16=False), [], limit_val_batches=0)
     assert counts["reduce"] == 2 * 3, counts  # two steps; two blocks and the root
+
+
+@case
+def optimizers_of_different_pace() -> None:
+    """One is clipped by norm and steps in every batch, the other by value in every second one."""
+
+    class Alternates(modules.TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first, second = self.optimizers()
+            loss = self.one(**batch).loss
+            first.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(first, 0.5, "norm")
+            first.step()
+            other = self.two(**batch).loss + 0.1 * self.one(**batch).loss.detach()
+            self.manual_backward(other)
+            if batch_idx % 2:
+                self.clip_gradients(second, 0.01, "value")
+                second.step()
+                second.zero_grad()
+            return {"loss": (loss + other).detach()}
+
+        def configure_optimizers(self) -> Any:
+            adam = torch.optim.AdamW(self.two.parameters(), 1e-2, eps=1e-3)
+            return [torch.optim.SGD(self.one.parameters(), 0.1), adam]
+
+    compare("optimizers_of_different_pace", Alternates)
+
+
+@case
+def accumulated_by_a_schedule() -> None:
+    make = lambda: modules.InInit("llama")  # noqa: E731
+    compare("accumulated_by_a_schedule", make, lambda: GradientAccumulationScheduler({0: 3, 1: 4}), max_epochs=2)
 
 
 @case
