@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_liger.bench.staying import stay
 from lightning_liger.bench.turns import Turns
 from lightning_liger.bench.work import Work
 from lightning_liger.trees import callback_bases
@@ -24,6 +25,7 @@ class Baton(_Base):
         self._turns = turns
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        stay(trainer, pl_module)
         self._turns.set_up(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
