@@ -46,7 +46,7 @@ from lightning_liger.sequence import SequenceGroup
 from lightning_liger.settings import Settings
 from lightning_liger.tiling.binding import TiledMLP
 from lightning_liger.tiling.finding import find_mlps
-from lightning_liger.tuning.blocks import BlockRuns
+from lightning_liger.tuning.blocks import BlockRuns, can_time
 
 _COMPILED = "is inside a torch.compile; compile the layers instead (for layer in layers: layer.compile())"
 _PADDING_OFF = "switched off (padding_free=False)"
@@ -88,13 +88,15 @@ class Accelerated:
             ValueError: it is asked for where it cannot be had.
         """
         choice = self.settings.compile
-        if self.sequence is None or choice is False:
+        if self.sequence is None or choice not in ("auto", "cudagraphs"):
             return choice
-        if choice != "auto":
+        if choice == "cudagraphs":
             raise ValueError(
-                f"compile={choice!r} does not work together with sequence_parallel_size: what ranks exchange in attention "
-                "is not compiled. Set compile=False, or 'auto'."
+                "compile='cudagraphs' does not work together with sequence_parallel_size: what ranks exchange in attention "
+                "is not recorded. Set compile=True, False or 'auto'."
             )
+        if can_time():
+            self.report.blocks.refuse("not timed, because ranks that share a batch would wait for each other")
         return False
 
     @property

@@ -25,6 +25,11 @@ class SequenceGroup:
     rank: int
     size: int
 
+    @property
+    def name(self) -> str:
+        """Of the process group, as operators take it."""
+        return str(self.group.group_name)
+
     @staticmethod
     def of(group: dist.ProcessGroup) -> SequenceGroup:
         """Of a process group that this rank is in."""

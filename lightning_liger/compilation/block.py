@@ -153,7 +153,7 @@ class CompiledBlock(Rebound):
         for layer in self.attention:
             packed.attended(backend, layer)
         layout = packed.layout
-        traced = TracedCall.of(kwargs["cu_seq_lens_q"], layout.longest, backend)
+        traced = TracedCall.of(kwargs["cu_seq_lens_q"], layout.longest, backend, packed.sequence)
         given = {**kwargs, "packed_call": traced, "max_length_q": None, "max_length_k": None}
         run = self.graphs.function(self.module, layout.size)
         try:

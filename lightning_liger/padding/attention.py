@@ -213,14 +213,14 @@ def _exchanged(
     heads = query.shape[1]
     query, key, value = _autocast(query, key, value)
     try:
-        query, key, value = heads_for_tokens(query, key, value, sequence)
+        query, key, value = heads_for_tokens(query, key, value, sequence.size, sequence.name)
     except ValueError as reason:
         raise PackingError(f"{type(module).__name__}: {reason}. Use another sequence_parallel_size.") from reason
     if kwargs.get("s_aux") is not None:
-        kwargs = {**kwargs, "s_aux": own_heads(kwargs["s_aux"], heads, sequence)}
+        kwargs = {**kwargs, "s_aux": own_heads(kwargs["s_aux"], heads, sequence.size, sequence.rank)}
     seen_as = OwnHeads(module, heads, key.shape[1], sequence)
     output = _attend_to_all(module, seen_as, query, key, value, packed_call, kwargs)
-    return tokens_for_heads(output, sequence)
+    return tokens_for_heads(output, sequence.size, sequence.name)
 
 
 def _attend_to_all(

@@ -214,7 +214,7 @@ class PackedBackbone(PaddingFree):
         if as_tuple:
             packed["return_dict"] = True  # a tuple does not say what is missing from it
         if torch.is_grad_enabled():
-            self.begins(self.module, own.stop - own.start)
+            self.begins(self.module, layout.size)
         with packed_attention(config), inside_packed_call():
             output = self.original(**packed)
         output = self._padded_again(output, layout, plain)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_liger.sequence import SequenceGroup
 
+_group_of: Any = distributed_c10d._resolve_process_group
 # their names since torch 2.13, which warns of the older ones
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sums: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,12 +26,9 @@ class _AllToAll(torch.autograd.Function):
     """Its adjoint is itself, the other way round."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, sequence: SequenceGroup, received: list[int] | None, sent: list[int] | None
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, sequence: SequenceGroup, received: list[int], sent: list[int]) -> Tensor:
         ctx.sequence, ctx.splits = sequence, (received, sent)
-        length = tensor.shape[0] if received is None else sum(received)
-        made = tensor.new_empty((length, *tensor.shape[1:]))
+        made = tensor.new_empty((sum(received), *tensor.shape[1:]))
         dist.all_to_all_single(made, tensor.contiguous(), received, sent, group=sequence.group)
         return made
 
@@ -78,17 +77,13 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(grads[0], ctx.sequence), None
 
 
-def all_to_all(
-    tensor: Tensor, sequence: SequenceGroup, received: Sequence[int] | None = None, sent: Sequence[int] | None = None
-) -> Tensor:
+def all_to_all(tensor: Tensor, sequence: SequenceGroup, received: Sequence[int], sent: Sequence[int]) -> Tensor:
     """Part ``i`` along the first dim goes to rank ``i``; what comes back is in the order of the ranks that sent it.
 
     Args:
-        received, sent: rows of each part; equal parts if they are not given.
+        received, sent: rows of each part.
     """
-    made: Tensor = _AllToAll.apply(
-        tensor, sequence, None if received is None else list(received), None if sent is None else list(sent)
-    )
+    made: Tensor = _AllToAll.apply(tensor, sequence, list(received), list(sent))
     return made
 
 
@@ -98,6 +93,34 @@ def all_gather(tensor: Tensor, sequence: SequenceGroup) -> Tensor:
         return all_gather(tensor.to(torch.uint8), sequence).bool()
     made: Tensor = _AllGather.apply(tensor, sequence)
     return made
+
+
+@torch.library.custom_op("lightning_liger::exchange", mutates_args=())
+def exchange(parts: Tensor, group: str) -> Tensor:
+    """:func:`all_to_all` of equal parts; an operator that compiled code keeps as it is.
+
+    Args:
+        parts: ``(ranks, ...)``, contiguous. group: name of the process group.
+    """
+    made = torch.empty_like(parts)
+    dist.all_to_all_single(made, parts, group=_group_of(group))
+    return made
+
+
+@exchange.register_fake
+def _(parts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(parts)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.lightning_liger.exchange(grad.contiguous(), ctx.group), None
+
+
+exchange.register_autograd(_back, setup_context=_keep)
 
 
 def all_sum(tensor: Tensor, sequence: SequenceGroup) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_liger.parallel.exchanges import all_to_all
+from lightning_liger.parallel.exchanges import exchange
 from lightning_liger.sequence import SequenceGroup
 
 
@@ -29,12 +29,13 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int | None:
 
 
 def heads_for_tokens(
-    query: Tensor, key: Tensor, value: Tensor, sequence: SequenceGroup
+    query: Tensor, key: Tensor, value: Tensor, ranks: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens of this rank's heads, for all heads of this rank's tokens.
 
     Args:
         query: ``(1, heads, T / k, size)``; ``key``: ``(1, kv_heads, T / k, size)``; ``value`` may have a size of its own.
+        ranks: how many there are, ``k``. group: name of their process group.
 
     Returns:
         ``(1, heads / k, T, size)``, and likewise for keys and values. They are views of one tensor, token by token.
@@ -42,7 +43,6 @@ def heads_for_tokens(
     Raises:
         ValueError: the heads cannot be divided, see :func:`repeats`.
     """
-    ranks = sequence.size
     times = repeats(query.shape[1], key.shape[1], ranks)
     if times is None:
         raise ValueError(
@@ -53,7 +53,7 @@ def heads_for_tokens(
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     # one message for all three: (tokens, heads, size) by token, the heads of each rank side by side
     parts = [t[0].transpose(0, 1).unflatten(1, (ranks, -1)).flatten(2) for t in (query, key, value)]
-    together = all_to_all(torch.cat(parts, -1).transpose(0, 1), sequence).flatten(0, 1)
+    together = exchange(torch.cat(parts, -1).transpose(0, 1).contiguous(), group).flatten(0, 1)
     found = together.split([p.shape[-1] for p in parts], -1)
     q, k, v = (
         part.unflatten(-1, (-1, t.shape[-1])).transpose(0, 1)[None]
@@ -62,7 +62,7 @@ def heads_for_tokens(
     return q, k, v
 
 
-def tokens_for_heads(output: Tensor, sequence: SequenceGroup) -> Tensor:
+def tokens_for_heads(output: Tensor, ranks: int, group: str) -> Tensor:
     """All heads of this rank's tokens, for all tokens of its heads.
 
     Args:
@@ -71,15 +71,15 @@ def tokens_for_heads(output: Tensor, sequence: SequenceGroup) -> Tensor:
     Returns:
         ``(T / k, heads, size)``.
     """
-    parts = output.flatten(1).unflatten(0, (sequence.size, -1))
-    exchanged = all_to_all(parts, sequence).transpose(0, 1)
+    parts = output.flatten(1).unflatten(0, (ranks, -1))
+    exchanged = exchange(parts.contiguous(), group).transpose(0, 1)
     return exchanged.unflatten(-1, (output.shape[1], output.shape[2])).flatten(1, 2)
 
 
-def own_heads(tensor: Tensor, heads: int, sequence: SequenceGroup) -> Tensor:
+def own_heads(tensor: Tensor, heads: int, ranks: int, rank: int) -> Tensor:
     """Of one number for each head, ``(heads,)``, those of this rank."""
-    each = heads // sequence.size
-    return tensor[sequence.rank * each : (sequence.rank + 1) * each]
+    each = heads // ranks
+    return tensor[rank * each : (rank + 1) * each]
 
 
 class OwnHeads:
@@ -98,5 +98,5 @@ class OwnHeads:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
         if isinstance(found, torch.nn.Parameter) and found.shape == (self._heads,):
-            return own_heads(found, self._heads, self._sequence)
+            return own_heads(found, self._heads, self._sequence.size, self._sequence.rank)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_liger.accelerate import Accelerated, accelerate
 from lightning_liger.sequence import SequenceGroup
 from lightning_liger.settings import Settings
+from lightning_liger.tuning import blocks
 
 CASES: dict[str, Callable[[], str]] = {}
 GROUPS: dict[int, SequenceGroup] = {}
@@ -218,11 +220,11 @@ def heads_that_cannot_be_divided() -> str:
 
 
 @case
-def compiled_blocks_are_refused() -> str:
+def recorded_blocks_are_refused() -> str:
     try:
-        accelerate(s.model("llama"), Settings(compile=True), group(2))
+        accelerate(s.model("llama"), Settings(compile="cudagraphs"), group(2))
     except ValueError as error:
-        assert "compile=True does not work together with sequence_parallel_size" in str(error)
+        assert "compile='cudagraphs' does not work together with sequence_parallel_size" in str(error)
         return "with the remedy"
     raise AssertionError("not refused")
 
@@ -249,6 +251,20 @@ def trained(name: str, make: Callable[[], Any], ks: tuple[int, ...] = (2,), **op
 
 trained("fit: recomputed", modules.InInit, strategy={"activation_checkpointing": "full"}, gradient_clip_val=0.5)
 trained("fit: selectively", lambda: modules.InInit("llama"), strategy={"activation_checkpointing": "selective"})
+
+
+@case
+def fit_compiled() -> str:
+    blocks._BACKEND = "aot_eager"
+    said = []
+    for k, kind in ((2, "llama"), (4, "qwen2")):
+        make = functools.partial(modules.InInit, kind)
+        found = sequence_runs.fit(make(), sequence_runs.rows(WORLD // k), k, liger={"compile": True})
+        expected = sequence_runs.fit(make(), sequence_runs.rows(0))
+        ran = found.report["decoder_blocks"]
+        assert ran["applied"] == 2 and not ran["off"], ran
+        said.append(f"k={k}: {sequence_runs.same(found, expected)}")
+    return "; ".join(said)
 
 
 def main(names: list[str]) -> None:

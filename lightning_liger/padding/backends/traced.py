@@ -17,6 +17,8 @@ from torch import Tensor
 from lightning_liger.padding.backends.documents import by_torch, in_reach, plain
 from lightning_liger.padding.backends.features import Features
 from lightning_liger.padding.backends.registry import BACKENDS, Backend
+from lightning_liger.parallel.ulysses import heads_for_tokens, own_heads, tokens_for_heads
+from lightning_liger.sequence import SequenceGroup
 
 _NOTHING = torch.empty(1)
 _RUNS = {backend.name: backend.run for backend in BACKENDS}
@@ -49,19 +51,25 @@ class TracedCall:
         cu_seqlens: int32 ``(documents + 1,)``.
         room: ``(longest,)``; its values mean nothing.
         backend: name of the attention backend.
+        ranks, rank, group: among whom tokens are divided, see :class:`SequenceGroup`.
     """
 
     cu_seqlens: Tensor
     room: Tensor
     backend: str
+    ranks: int = 1
+    rank: int = 0
+    group: str = ""
 
     @staticmethod
-    def of(cu_seqlens: Tensor, longest: int, backend: str) -> TracedCall:
+    def of(cu_seqlens: Tensor, longest: int, backend: str, sequence: SequenceGroup | None = None) -> TracedCall:
         """With both sizes left open."""
         room = _NOTHING.expand(longest)
         for tensor in (cu_seqlens, room):
             torch._dynamo.mark_dynamic(tensor, 0)
-        return TracedCall(cu_seqlens, room, backend)
+        if sequence is None:
+            return TracedCall(cu_seqlens, room, backend)
+        return TracedCall(cu_seqlens, room, backend, sequence.size, sequence.rank, sequence.name)
 
     @property
     def longest(self) -> int:
@@ -87,6 +95,23 @@ def traced_attention(
     call: TracedCall, query: Tensor, key: Tensor, value: Tensor, causal: bool, arguments: dict[str, Any]
 ) -> Tensor:
     """``(T, heads, size)`` of ``(1, heads, T, size)`` tensors, in operators that a compiler keeps as they are."""
+    if call.ranks == 1:
+        return _attention(call, query, key, value, causal, arguments, arguments.get("s_aux"))
+    heads, sinks = query.shape[1], arguments.get("s_aux")
+    query, key, value = heads_for_tokens(query, key, value, call.ranks, call.group)
+    sinks = None if sinks is None else own_heads(sinks, heads, call.ranks, call.rank)
+    return tokens_for_heads(_attention(call, query, key, value, causal, arguments, sinks), call.ranks, call.group)
+
+
+def _attention(
+    call: TracedCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    arguments: dict[str, Any],
+    sinks: Tensor | None,
+) -> Tensor:
     window, scale = arguments.get("sliding_window"), arguments.get("scaling")
     softcap, dropout = arguments.get("softcap"), arguments.get("dropout")
     if window is not None and window >= call.longest:
@@ -100,13 +125,13 @@ def traced_attention(
         causal=causal,
         window=window,
         softcap=softcap or None,
-        sinks=arguments.get("s_aux") is not None,
+        sinks=sinks is not None,
         dropout=dropout or 0.0,
         scale=scale,
     )
     run = _RUNS[call.backend]
     assert run is not None
-    return run(query, key, value, Boundaries(call.cu_seqlens, call.longest), features, arguments.get("s_aux"))  # type: ignore[arg-type]
+    return run(query, key, value, Boundaries(call.cu_seqlens, call.longest), features, sinks)  # type: ignore[arg-type]
 
 
 def _features(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> Features:
