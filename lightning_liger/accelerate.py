@@ -239,6 +239,8 @@ class Accelerated:
                 report.refuse(f"{name} {_COMPILED}" if model in compiled else f"{name}: its layers are compiled")
                 continue
             check_named(self.settings.attention, frozenset(), None, name)
+            if self.sequence is not None:
+                report.refuse(f"sequence parallel: {name} is no transformers model, and each rank runs the whole batch")
             packed.append(decoder)
             if callable(getattr(type(model), "generate", None)):
                 self._bind(model, BypassedGenerate)

@@ -182,8 +182,9 @@ class Moves:
         wanted = owner[sequence.rank * length : (sequence.rank + 1) * length]
         sent = torch.bincount(mine // length, minlength=sequence.size).tolist()
         received = torch.bincount(wanted, minlength=sequence.size).tolist()
-        by_owner = wanted.argsort(stable=True)
-        order = torch.empty_like(by_owner)
-        order[by_owner] = torch.arange(length)
-        in_order = torch.equal(order, torch.arange(length))
-        return Moves(row[mine] - sequence.rank * count, sent, received, None if in_order else order)
+        order = None
+        if bool((wanted[1:] < wanted[:-1]).any()):
+            by_owner = wanted.argsort(stable=True)
+            order = torch.empty_like(by_owner)
+            order[by_owner] = torch.arange(length)
+        return Moves(row[mine] - sequence.rank * count, sent, received, order)
