@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.nn as nn
 
-from lightning_liger.choices import CompileChoice
 from lightning_liger.head.apply import LazyHead, LazyTokenHead
 from lightning_liger.head.finding import find_heads, trains_tokens
 from lightning_liger.kernels.apply import Kernels
@@ -46,7 +45,8 @@ from lightning_liger.sequence import SequenceGroup
 from lightning_liger.settings import Settings
 from lightning_liger.tiling.binding import TiledMLP
 from lightning_liger.tiling.finding import find_mlps
-from lightning_liger.tuning.blocks import BlockRuns, can_time
+from lightning_liger.tuning.blocks import BlockRuns
+from lightning_liger.tuning.together import compile_choice
 
 _COMPILED = "is inside a torch.compile; compile the layers instead (for layer in layers: layer.compile())"
 _PADDING_OFF = "switched off (padding_free=False)"
@@ -74,30 +74,13 @@ class Accelerated:
         self.buckets = ShapeBuckets(settings.shape_buckets)
         self._switch = Switch(True)
         self._kernels = Kernels(settings.kernels, self.report.kernels, self._switch)
-        self.runs = BlockRuns(self._compile(), self.report, self._switch, self.buckets, self._keep)
+        choice = compile_choice(settings.compile, sequence, self.report.blocks)
+        self.runs = BlockRuns(choice, self.report, self._switch, self.buckets, self._keep)
         # weak, all of them: this object is a value in the registry, and would keep its own key alive
         self._bindings: list[Binding] = []
         self._heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backbones: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._tiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def _compile(self) -> CompileChoice:
-        """The ``compile`` option, where blocks run alike on every rank.
-
-        Raises:
-            ValueError: it is asked for where it cannot be had.
-        """
-        choice = self.settings.compile
-        if self.sequence is None or choice not in ("auto", "cudagraphs"):
-            return choice
-        if choice == "cudagraphs":
-            raise ValueError(
-                "compile='cudagraphs' does not work together with sequence_parallel_size: what ranks exchange in attention "
-                "is not recorded. Set compile=True, False or 'auto'."
-            )
-        if can_time():
-            self.report.blocks.refuse("not timed, because ranks that share a batch would wait for each other")
-        return False
 
     @property
     def is_active(self) -> bool:
