@@ -43,6 +43,7 @@ from lightning_liger.optim.taking import take_over_plain
 from lightning_liger.padding.shapes_seen import ShapesSeen
 from lightning_liger.parallel import huggingface
 from lightning_liger.parallel.leaving import leave_quietly
+from lightning_liger.parallel.shared_batches import SharedRandomness
 from lightning_liger.printing import printable
 from lightning_liger.proof.hooks import proofs
 from lightning_liger.report import Report
@@ -225,6 +226,8 @@ class LigerCallback(_Base):
         if self.settings.loss_normalization == "tokens":
             self._hooks.append(TokenWeights(self.report, self._wrapped.wrap))
         self._hooks.append(ClippingInStep(self.report.optimizer, self._wrapped.wrap))
+        if self._handle().sequence is not None:
+            self._hooks.append(SharedRandomness())
         self._hooks.append(ShapesSeen(self.report.padding, self._say))
         self._hooks.append(BlockTuning(lambda: self._handle().runs))
         could_compile = self.settings.padding_free and self.settings.compile is False

@@ -39,8 +39,7 @@ class SequenceReport:
 
 
 def _kv(heads: int, ranks: int) -> str:
-    own = math.ceil(heads / ranks)
-    return f"{own} of {heads} of keys and values{', repeated' if heads % ranks else ''}"
+    return f"{math.lcm(heads, ranks) // ranks} of {heads} of keys and values{', repeated' if heads % ranks else ''}"
 
 
 def check_settings(settings: Settings, sequence_parallel_size: int) -> None:

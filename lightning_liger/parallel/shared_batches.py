@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_liger.hooks import TrainingHooks
 from lightning_liger.parallel.divisible import SequenceReport, check_divisible
 from lightning_liger.parallel.mesh import BATCH, DATA, SEQUENCE, sequence_mesh
 from lightning_liger.parallel.same_batch import SameBatch
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as _Base
 else:
     _Base = object
+
+
+class SharedRandomness(TrainingHooks):
+    """Loaders of a group draw the same order in every epoch, whatever one of its ranks has drawn besides."""
+
+    def begin_epoch(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.share_randomness()
 
 
 class SharedBatches(_Base):
@@ -80,6 +88,11 @@ class SharedBatches(_Base):
             if hasattr(module, "process_group") and hasattr(module, "dist_sync_fn") and module.process_group is None:
                 module.process_group = self._groups
                 self._metrics.append(module)
+
+    def share_randomness(self) -> None:
+        """Before a loader draws the order of an epoch. A collective of each group; nothing without groups."""
+        if self._same_batch is not None and self._shares:
+            self._same_batch.share_randomness()
 
     def end_sharing(self) -> None:
         for metric in self._metrics:

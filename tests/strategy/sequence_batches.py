@@ -113,6 +113,10 @@ def random_numbers_of_the_user() -> None:
     drawn = everywhere(module.drawn)
     groups = [drawn[i : i + 2] for i in range(0, WORLD, 2)]
     assert all(a == b for a, b in groups) and len({tuple(a) for a, _ in groups}) == len(groups), drawn
+    # the order of the second epoch is drawn from what the first has left behind
+    data: Any = modules.rows(16)
+    shuffled = DataLoader(data, batch_size=4, collate_fn=modules.collate, shuffle=True)
+    fit(Noisy(), shuffled, 2, use_distributed_sampler=False, max_epochs=2)
     say("a group draws the same random numbers, another group others")
 
 
