@@ -268,7 +268,8 @@ def main() -> None:
             memory = next((line for line in lines if "OutOfMemoryError" in line), None)
             print(f"{name:<26} {memory or 'failed'}")
             if memory is None:
-                print("\n".join(lines[-25:]))
+                # torchrun's own account of it stands at the end
+                print("\n".join([*dict.fromkeys(line for line in lines if "Error: " in line), *lines[-25:]]))
         print(f"{'':<26} {time.perf_counter() - began:.0f} s in all", flush=True)
 
 

@@ -13,6 +13,8 @@ import batches_worker
 import pytest
 
 HERE = Path(__file__).parent
+# one launch of two processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(400)
 
 
 def launch(out: Path, part: str) -> None:
@@ -24,7 +26,7 @@ def launch(out: Path, part: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

@@ -77,7 +77,7 @@ def decoders_lose_their_padding() -> None:
     ):
         report = compare(make, **options)
         assert report["packed_calls"] == 8 - 2 * RANK, (name, report)  # one batch of rank 1 has no padding
-        say(f"decoders_lose_their_padding: {name}")
+    say("decoders_lose_their_padding")
 
 
 @case
