@@ -211,7 +211,8 @@ def calls_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile``d functions stand beside the code of ``module``: in its attributes, classes or files."""
     seen: set[Any] = set()
     for part in module.modules():
-        if any(_is_compiled(value) for value in vars(part).values()):
+        # what `module.compile()` leaves on a module is for inside_compiled() to find
+        if any(_is_compiled(value) for name, value in vars(part).items() if name != "_compiled_call_impl"):
             return True
         for kind in type(part).__mro__:
             if kind in seen or kind.__module__.split(".")[0] in _LIBRARIES:

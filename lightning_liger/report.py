@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 NO_PADDING = "the batch has no padding"
+# Ranks may evaluate different numbers of batches, and a padded run to fall back on would be a collective.
+SHARDED_EVALUATION = "evaluation of a sharded model"
 
 
 @dataclass

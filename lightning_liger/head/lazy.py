@@ -162,7 +162,7 @@ class LazyRows(Tensor):
 
     def resolved(self) -> Tensor:
         """An ordinary tensor if the values of this tensor, or of what it is a view of, were already needed as such."""
-        if self.replay is not None and self.pinned_at is None:
+        if self.replay is not None and self.pinned_at is None and self._has_its_own_graph():
             found = [p.resolved() for p in self.parents]
             pinned = any(p.pinned_at is not None for p in self.parents)
             if pinned or (self.held is None and not all(isinstance(f, LazyRows) for f in found)):
@@ -204,8 +204,12 @@ class LazyRows(Tensor):
             )
 
     def is_live(self) -> bool:
-        """Whether gradients may be sent straight to the rows: the graph is the one that was made with the tensor."""
-        return self.held is None and _native(self, _GRAD_FN) is self.node
+        """Whether gradients may be sent straight to the rows."""
+        return self.held is None and self._has_its_own_graph()
+
+    def _has_its_own_graph(self) -> bool:
+        """Whether the graph is the one that was made with the tensor, and not that of a function that returned it."""
+        return _native(self, _GRAD_FN) is self.node
 
     def readable(self, what: str) -> View:
         """The view for a reader that may look at every position, padded ones too."""
@@ -253,7 +257,7 @@ class LazyRows(Tensor):
         """
         with torch.set_grad_enabled(self.node is not None or torch.is_grad_enabled()):
             if self.pinned_at is None:
-                for parent in self.parents:
+                for parent in self.parents if self._has_its_own_graph() else ():
                     parent.pin(what)
             pinned = self.resolved()
             if isinstance(pinned, LazyRows):

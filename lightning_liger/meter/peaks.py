@@ -69,8 +69,9 @@ PEAKS: dict[str, Peak] = {
     r"b200.*": _peak(2250.0, 4500.0, 1100.0, 75.0),
     # The same, GB200 NVL72: 5 PFLOP/s bf16, 10 fp8, 2.5 tf32 sparse; halved
     r"gb200.*": _peak(2500.0, 5000.0, 1250.0, 80.0),
-    # NVIDIA Blackwell Ultra data sheet (2025), per GPU of HGX B300: bf16 and fp8 as B200, more of fp4 only
-    r"b300.*": _peak(2250.0, 4500.0, 1100.0, 75.0),
+    # NVIDIA Blackwell Ultra data sheet (2025), an eighth of HGX B300: 36 PFLOP/s bf16, 72 fp8, 18 tf32 sparse; halved
+    r"b300.*": _peak(2250.0, 4500.0, 1125.0, 75.0),
+    # The same, GB300 NVL72, a 72nd of 360 PFLOP/s bf16, 720 fp8, 180 tf32 sparse; halved
     r"gb300.*": _peak(2500.0, 5000.0, 1250.0, 80.0),
     # AMD Instinct MI250X data sheet (2021): 383 bf16, 95.7 fp32 matrix for two dies; PyTorch sees each as a device
     r"mi250x.*": _peak(191.5, None, None, 47.9),

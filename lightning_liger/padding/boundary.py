@@ -29,7 +29,7 @@ from lightning_liger.padding.plain import PlainRun, deferred_cache
 from lightning_liger.padding.sources import Unsuitable, find_layout
 from lightning_liger.padding.verdict import Verdict
 from lightning_liger.patching import Switch
-from lightning_liger.report import PaddingReport
+from lightning_liger.report import SHARDED_EVALUATION, PaddingReport
 from lightning_liger.sequence import SequenceGroup
 
 
@@ -141,7 +141,7 @@ class PackedBackbone(PaddingFree):
             raise Unsuitable(f"a KV cache is asked for ({self.verdict.cache_problem})")
         check_arguments(call, shape, self._names)
         if not torch.is_grad_enabled() and not self.book.reads.in_step and self.is_sharded():
-            raise Unsuitable("evaluation of a sharded model")
+            raise Unsuitable(SHARDED_EVALUATION)
         pad = getattr(config, "pad_token_id", None)
         layout = find_layout(
             call,

@@ -6,6 +6,7 @@ the first forward, which fixes the root, by hand. Checked with torch 2.11 to 2.1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -187,3 +188,31 @@ def dissolve(part: FSDPModule) -> None:
     for inner in module.modules():
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             inner.__dict__.pop(mark, None)
+
+
+def put_gradients_aside(parts: Iterable[FSDPModule]) -> Callable[[], None]:
+    """Let backward passes begin without the gradients that are there, and reduce their own; undone by what is returned.
+
+    Gradients that were accumulated and not reduced yet are held elsewhere than those that were.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    for part in parts:
+        for group in _groups(part):
+            for name, value in (("reduce_grads", True), ("all_reduce_grads", True), ("_partial_reduce_output", None)):
+                replace(group, name, value)
+        for parameter in parameters_of(part):
+            replace(parameter, "unsharded_accumulated_grad", None)
+            replace(parameter.sharded_param, "grad", None)
+            if hasattr(parameter, "_unsharded_param"):
+                replace(parameter._unsharded_param, "grad", None)
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
+    return restore

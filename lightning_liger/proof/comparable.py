@@ -1,6 +1,8 @@
-"""Which trainings have a first step that can be compared."""
+"""Which trainings have a first step that can be compared, and which of them as a whole."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch.nn as nn
 
@@ -16,11 +18,20 @@ def why_not_compared(module: nn.Module, handle: Accelerated) -> str:
         return "nothing was accelerated"
     if not handle.is_active:
         return "acceleration is switched off"
-    if inside_compiled(module) or calls_compiled(module):
-        return "compiled code would be compiled again for the plain run's shapes"
+    if handle.sequence is not None:
+        return "the tokens of a batch are divided among ranks"
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id"):
-            return "the model is sharded"
+        if hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "ds_id"):
+            return "the model is sharded by something else than FSDP2"
         if parameter._backward_hooks:
             return "hooks on parameters would be called once more"
+        if isinstance(parameter, DTensor) and getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return "hooks on the gradients of shards would be called once more"
+    return ""
+
+
+def why_not_the_loss(module: nn.Module, units: Iterable[nn.Module]) -> str:
+    """Why the way from the accelerated modules to the loss is not written down, or ``""``."""
+    if calls_compiled(module) or not inside_compiled(module) <= {m for unit in units for m in unit.modules()}:
+        return "compiled code outside of the accelerated modules has a part in the step"
     return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +12,52 @@ from torch import Tensor
 from lightning_liger.proof.rounding import roundoff_of_sum
 
 
+class Figures(Protocol):
+    """How numbers of this rank become numbers of the run."""
+
+    def norms(self, local: Sequence[float]) -> list[float]: ...
+    def largest(self, value: float) -> float: ...
+    def mean(self, value: float) -> float: ...
+    def any(self, value: bool) -> bool: ...
+
+
+class OneRank:
+    """This rank's run is a run of its own."""
+
+    def norms(self, local: Sequence[float]) -> list[float]:
+        return list(local)
+
+    def largest(self, value: float) -> float:
+        return value
+
+    def mean(self, value: float) -> float:
+        return value
+
+    def any(self, value: bool) -> bool:
+        return value
+
+
 @dataclass
 class Run:
-    """A loss and its gradients, in the order of the names they are compared under; None where there is none."""
+    """A loss and its gradients, in the order of the names they are compared under; None where there is none.
+
+    Attributes:
+        figures: of this rank, or of all that hold pieces of the gradients.
+        kinds: dtypes and devices that gradients were computed in; those that they are kept in, if it is empty.
+    """
 
     loss: Tensor
     gradients: list[Tensor | None]
+    figures: Figures = field(default_factory=OneRank)
+    kinds: set[tuple[torch.dtype, torch.device]] = field(default_factory=set)
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.figures.any(not bool(self.loss.isfinite()))
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.figures.any(any(g is not None for g in self.gradients))
 
 
 @dataclass(frozen=True)
@@ -62,36 +103,14 @@ class Agreement:
         return self.worst_ratio <= 1 and self.loss_ratio <= 1  # a NaN does not
 
 
-def gradients(loss: Tensor, targets: Sequence[Tensor], *, collected: bool = False) -> Run:
-    """Of ``loss``; every ``.grad`` is afterwards what it was.
-
-    Args:
-        collected: by ``backward()``, as reentrant checkpointing needs it; otherwise no hook on the accumulation of
-            gradients is called.
-    """
-    if not loss.requires_grad:
-        return Run(loss.detach(), [None] * len(targets))
-    if not collected:
-        found = torch.autograd.grad(loss, list(targets), allow_unused=True)
-        return Run(loss.detach(), [None if g is None else g.detach() for g in found])
-    before = [t.grad for t in targets]
-    try:
-        for t in targets:
-            t.grad = None
-        loss.backward()
-        return Run(loss.detach(), [None if t.grad is None else t.grad.detach() for t in targets])
-    finally:
-        for t, grad in zip(targets, before, strict=True):
-            t.grad = grad
-
-
 def distance(a: Run, b: Run) -> Distance:
-    loss = (a.loss.double() - b.loss.double()).abs().reshape(1)
-    return Distance(float(loss), tuple(_norms([_minus(x, y) for x, y in zip(a.gradients, b.gradients, strict=True)])))
+    loss = float((a.loss.double() - b.loss.double()).abs())
+    apart = _norms([_minus(x, y) for x, y in zip(a.gradients, b.gradients, strict=True)])
+    return Distance(a.figures.largest(loss), tuple(a.figures.norms(apart)))
 
 
 def norms(run: Run) -> list[float]:
-    return _norms(run.gradients)
+    return run.figures.norms(_norms(run.gradients))
 
 
 def judge(plain: Run, ours: Run, own: Distance, names: Sequence[str], rows: int) -> Agreement:
@@ -104,15 +123,16 @@ def judge(plain: Run, ours: Run, own: Distance, names: Sequence[str], rows: int)
     apart, sizes, our_sizes = distance(ours, plain), norms(plain), norms(ours)
     whole, our_whole = _whole(sizes), _whole(our_sizes)
     relative = _whole(own.gradients) / whole if whole else 0.0
-    unit = max((roundoff_of_sum(1, g.dtype, g.device) for g in plain.gradients if g is not None), default=0.0)
-    summed = max((roundoff_of_sum(rows, g.dtype, g.device) for g in plain.gradients if g is not None), default=0.0)
+    kinds = plain.kinds or {(g.dtype, g.device) for g in plain.gradients if g is not None}
+    unit = max((roundoff_of_sum(1, *kind) for kind in kinds), default=0.0)
+    summed = max((roundoff_of_sum(rows, *kind) for kind in kinds), default=0.0)
     worst, worst_ratio, worst_difference = "", 0.0, 0.0
     for name, difference, its_own, size in zip(names, apart.gradients, own.gradients, sizes, strict=True):
         tolerated = 2 * (max(its_own, relative * size) + summed * size) + unit * whole
         ratio = difference / tolerated if tolerated else (0.0 if difference == 0 else float("inf"))
         if not ratio <= worst_ratio:
             worst, worst_ratio, worst_difference = name, ratio, difference / size if size else float("inf")
-    loss, our_loss = float(plain.loss), float(ours.loss)
+    loss, our_loss = (run.figures.mean(float(run.loss)) for run in (plain, ours))
     summed = roundoff_of_sum(rows, plain.loss.dtype, plain.loss.device)
     tolerated = 2 * (max(own.loss, relative * abs(loss)) + summed * abs(loss))
     return Agreement(

@@ -8,28 +8,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn as nn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_liger.accelerate import Accelerated
 from lightning_liger.hooks import TrainingHooks
 from lightning_liger.patching import Switch, bindings_of
-from lightning_liger.proof.blame import features, muted, switch_off
-from lightning_liger.proof.comparable import why_not_compared
-from lightning_liger.proof.comparing import Agreement, Distance, Run, distance, gradients, judge
-from lightning_liger.proof.fitting import missing_memory, some_rows
+from lightning_liger.proof.blame import switch_off
+from lightning_liger.proof.comparable import why_not_compared, why_not_the_loss
+from lightning_liger.proof.comparing import Agreement
+from lightning_liger.proof.fitting import Part, missing_memory, some_rows
 from lightning_liger.proof.ranks import any_rank, everywhere
 from lightning_liger.proof.recorded import CannotRepeat
 from lightning_liger.proof.report import EquivalenceReport, ProofError
-from lightning_liger.proof.requested import clean
-from lightning_liger.proof.rounding import Rounding
+from lightning_liger.proof.runs import Runs
 from lightning_liger.proof.tape import Tape
-from lightning_liger.proof.unharmed import reseeding, unharmed
+from lightning_liger.proof.unharmed import unharmed
 from lightning_liger.proof.units import CaughtLoss, Unit, find_units
-
-# Before anything is blamed, the plain run's own error is asked for again: a router may be undecided between two experts.
-_MORE_SAMPLES = 3
 
 
 class EquivalenceProof(TrainingHooks):
@@ -56,6 +51,7 @@ class EquivalenceProof(TrainingHooks):
         self._loss: Tensor | None = None
         self._units: list[Unit] = []
         self._over = False
+        self._without_loss = ""
         self._allocated = self._peak = 0
 
     @property
@@ -75,7 +71,7 @@ class EquivalenceProof(TrainingHooks):
             caught = CaughtLoss(module, Switch(True), self._catch)
             caught.bind()
             try:
-                with tape:
+                with nullcontext() if self._without_loss else tape.entered():
                     return training_step(*args, **kwargs)
             finally:
                 tape.recording, caught.catch = False, None
@@ -102,6 +98,7 @@ class EquivalenceProof(TrainingHooks):
             self._allocated = torch.cuda.memory_allocated(module.device)
         self._tape = Tape(tuple({"cpu", module.device.type}))
         units = find_units(module, handle.bindings())
+        self._without_loss = why_not_the_loss(module, units)
         if any(isinstance(b, Unit) for found in units for b in bindings_of(found)):
             self._tape = None  # another LigerCallback of this Trainer compares it
             return
@@ -115,26 +112,32 @@ class EquivalenceProof(TrainingHooks):
             self._loss = loss  # manual optimization: the step returns nothing
 
     def after_backward(self, trainer: Any, module: Any) -> None:
-        tape, loss = self._tape, self._loss
-        if tape is None:
+        if self._tape is None:
             return
-        self._tape = None
-        tape.recording = False
+        self._tape.recording = False
+        problem = self._without_loss
+        if not problem:
+            try:
+                with self._tape.suspended():
+                    if self._loss is None:
+                        raise CannotRepeat(self._tape.problem or "training_step returned no loss")
+                    self._tape.cut(self._loss)
+            except CannotRepeat as error:
+                problem = str(error)
+        self._finish(trainer, module, problem)
+
+    def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if self._tape is not None:
+            self._finish(trainer, module, "Lightning did not differentiate the loss")
+
+    def _finish(self, trainer: Any, module: Any, without_loss: str) -> None:
+        tape, self._tape = self._tape, None
+        assert tape is not None
         self._peak = torch.cuda.max_memory_allocated(module.device) if module.device.type == "cuda" else 0
         started = time.perf_counter()
         try:
             with tape.suspended():
-                problem = ""
-                try:
-                    if loss is None:
-                        raise CannotRepeat(tape.problem or "training_step returned no loss")
-                    tape.cut(loss)
-                except CannotRepeat as error:
-                    problem = str(error)
-                if any_rank(bool(problem), trainer):
-                    self._report.skipped = problem or "another rank cannot"
-                    return
-                self._prove(trainer, module, tape)
+                self._prove(trainer, module, tape, without_loss)
                 if self._peak and torch.cuda.max_memory_allocated(module.device) > self._peak:
                     # what was made here is no part of the training's peak
                     torch.cuda.empty_cache()
@@ -142,11 +145,6 @@ class EquivalenceProof(TrainingHooks):
         finally:
             self.close()
             self._report.seconds = time.perf_counter() - started
-
-    def end_batch(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if self._tape is not None:
-            self._report.skipped = "no backward was seen: losses that Lightning does not differentiate are not compared"
-            self.close()
 
     def close(self) -> None:
         for unit in reversed(self._units):
@@ -157,24 +155,37 @@ class EquivalenceProof(TrainingHooks):
 
     # -- and made again ----------------------------------------------------------------------------------------------
 
-    def _prove(self, trainer: Any, module: Any, tape: Tape) -> None:
+    def _prove(self, trainer: Any, module: Any, tape: Tape, without_loss: str) -> None:
         handle, report = self._accelerated(), self._report
-        agreement, reason, blamed = None, "", []
         too_large = missing_memory(module, handle, module.device, self._allocated)
+        reasons = everywhere(without_loss or too_large, trainer)
+        report.without_loss = reasons[0] or next((f"on another rank: {r}" for r in reasons if r), "")
+        part: Part | None = None
         try:
-            with unharmed([u.module for u in tape.units], handle.bindings(), module.device), handle.report.unnoticed():
-                if too_large:
-                    report.part = too_large
-                    tape, report.part = some_rows(tape, handle)
-                runs = _Runs(module, tape, handle, module.device)
-                agreement, reason = runs.compare()
+            if report.without_loss:
+                part = some_rows(tape, handle, all_rows=not any(everywhere(bool(too_large), trainer)))
+                report.part = str(part)
+            else:
+                tape.check()
+        except CannotRepeat as error:
+            report.skipped = f"{report.without_loss}, and {error}" if report.without_loss else str(error)
+        if any_rank(bool(report.skipped), trainer):
+            report.skipped = report.skipped or "another rank cannot"
+            return
+        agreement, reason, blamed = None, "", []
+        runs = Runs(module, handle, trainer, tape.units if part is None else [part.unit])
+        try:
+            with unharmed(runs.modules, handle.bindings(), module.device), handle.report.unnoticed():
+                agreement, reason = runs.compare(tape if part is None else part.recorded)
                 blamed = runs.blamed
         except CannotRepeat as error:
-            report.skipped = f"{too_large}, and {error}" if too_large else str(error)
-        except torch.OutOfMemoryError:
-            report.skipped = "there is no memory for a plain run of the first batch"
+            report.skipped = str(error)
         except Exception as error:  # code of the user's, called where they did not expect it
-            report.skipped = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            if runs.in_lock_step:
+                raise  # the other ranks are waiting for this one
+            report.skipped = "there is no memory for a plain run of the first batch"
+            if not isinstance(error, torch.OutOfMemoryError):
+                report.skipped = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         report.agreement = agreement
         if reason and not blamed:
             report.skipped = reason
@@ -195,78 +206,6 @@ class EquivalenceProof(TrainingHooks):
             f"lightning-liger: {report.mismatch}. It is switched off from here on; this first batch's gradients were "
             "still computed with it."
         )
-
-
-class _Runs:
-    """The runs of one tape, and what they say."""
-
-    def __init__(self, root: nn.Module, tape: Tape, handle: Accelerated, device: torch.device) -> None:
-        self._tape = tape
-        self._handle = handle
-        self._device = device
-        named = [(clean(n), p) for n, p in root.named_parameters() if p.requires_grad]
-        self._parameters = [p for _, p in named]
-        self._names = [n for n, _ in named]
-        self._collected = any(_checkpoints_reentrantly(m) for u in tape.units for m in u.module.modules())
-        self.blamed: list[str] = []
-
-    def compare(self) -> tuple[Agreement | None, str]:
-        """The agreement and, if there is none to speak of, why."""
-        plain = self._run(plain=True)
-        if not bool(plain.loss.isfinite()):
-            return None, "the plain loss is not finite"
-        if not any(g is not None for g in plain.gradients):
-            return None, "the loss has no gradients"
-        ours = self._run()
-        own = self._own_error(plain, 1)
-        agreement = judge(plain, ours, own, self._names, self._tape.rows)
-        if agreement.agrees:
-            return agreement, ""
-        other = distance(self._run(plain=True, seed=1), plain)
-        if other.loss or any(other.gradients):
-            drawn = judge(plain, self._run(plain=True, seed=1), own, self._names, self._tape.rows)
-            if not drawn.agrees:
-                return None, "the model draws random numbers, and two plain runs differ as well"
-        for sample in range(2, 2 + _MORE_SAMPLES):
-            own = own.widest(self._own_error(plain, sample))
-        agreement = judge(plain, ours, own, self._names, self._tape.rows)
-        if not agreement.agrees:
-            self.blamed = self._blame(plain, own)
-        return agreement, ""
-
-    def _blame(self, plain: Run, own: Distance) -> list[str]:
-        """The one feature without which the runs agree; of several that must go together, all."""
-        applied = features(self._handle)
-        for name in applied:
-            with muted(self._handle, [name]):
-                if judge(plain, self._run(), own, self._names, self._tape.rows).agrees:
-                    return [name]
-        gone: list[str] = []
-        for name in applied:
-            gone.append(name)
-            with muted(self._handle, gone):
-                if judge(plain, self._run(), own, self._names, self._tape.rows).agrees:
-                    return gone
-        return applied
-
-    def _own_error(self, plain: Run, sample: int) -> Distance:
-        return distance(self._run(plain=True, rounding=sample), plain)
-
-    def _run(self, *, plain: bool = False, seed: int = 0, rounding: int = 0) -> Run:
-        with self._handle.paused() if plain else nullcontext(), Rounding(rounding) if rounding else nullcontext():
-            loss, leaves = self._tape.again(reseeding(self._device, seed))
-        loss = loss.reshape(()) if loss.numel() == 1 else loss.sum()
-        found = gradients(loss, [*self._parameters, *leaves], collected=self._collected)
-        self._names += [f"input {i}" for i in range(len(self._names), len(found.gradients))]
-        return found
-
-
-def _checkpoints_reentrantly(module: nn.Module) -> bool:
-    """Whether transformers' switch for it is on; ``torch.autograd.grad`` cannot go through that."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
-    return bool(getattr(module, "gradient_checkpointing", False)) and bool(
-        getattr(function, "keywords", {}).get("use_reentrant", True)
-    )
 
 
 def _seen(agreement: Agreement) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_liger.accelerate import Accelerated
@@ -33,7 +35,7 @@ def missing_memory(module: nn.Module, handle: Accelerated, device: torch.device,
     step = max(torch.cuda.max_memory_allocated(device) - before, 0)
     heads = [m for b in handle.bindings() if b.feature == "head+loss" and (m := b.module()) is not None]
     outputs = max((int(getattr(h, "out_features", 0)) for h in heads), default=0)
-    gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    gradients = sum(_local(p).numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     needed = step * ratio + outputs * padding.positions * _LOGIT_BYTES + 2 * gradients
     free = free_bytes(device)
     if needed <= 0.9 * free:
@@ -41,11 +43,32 @@ def missing_memory(module: nn.Module, handle: Accelerated, device: torch.device,
     return f"a plain run of it would need about {needed / 1e9:.0f} GB beside what is there, of {free / 1e9:.0f} GB that are free"
 
 
-def some_rows(tape: Tape, handle: Accelerated) -> tuple[Tape, str]:
-    """The first backbone's call with gradients, on a few rows of the batch and with a random gradient for its output.
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    Returns:
-        The tape of that, and what it is a tape of.
+
+@dataclass(frozen=True)
+class Part:
+    """One call of a backbone, on some rows of its batch."""
+
+    unit: Unit
+    args: Any
+    kwargs: Any
+    kinds: tuple[str, ...]
+    taken: int
+    rows: int
+
+    def __str__(self) -> str:
+        rows = "" if self.taken == self.rows else f"{self.taken} of {self.rows} rows, "
+        return f"{rows}hidden states only"
+
+    def recorded(self) -> Tape:
+        """The tape of that call, and of the product of its hidden states with a random gradient. A forward."""
+        return _recorded(self.unit, self.args, self.kwargs, self.kinds)
+
+
+def some_rows(tape: Tape, handle: Accelerated, all_rows: bool = False) -> Part:
+    """The first backbone's call with gradients, on a few rows of the batch, or on all.
 
     Raises:
         CannotRepeat: there is no such call, or its rows cannot be told apart.
@@ -56,7 +79,7 @@ def some_rows(tape: Tape, handle: Accelerated) -> tuple[Tape, str]:
         raise CannotRepeat("no backbone was called with a mask, whose rows could be taken instead")
     unit, args, kwargs = calls[0]
     rows, length = kwargs["attention_mask"].shape
-    taken = max(1, min(rows, _ROWS_TOKENS // length))
+    taken = rows if all_rows else max(1, min(rows, _ROWS_TOKENS // length))
 
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == rows:
@@ -64,7 +87,7 @@ def some_rows(tape: Tape, handle: Accelerated) -> tuple[Tape, str]:
         return value
 
     args, kwargs = tree_map(cut, (args, kwargs))
-    return _recorded(unit, args, kwargs, tape.kinds), f"{taken} of {rows} rows, hidden states only"
+    return Part(unit, args, kwargs, tape.kinds, taken, rows)
 
 
 def _masks_rows(kwargs: Any) -> bool:

@@ -50,12 +50,13 @@ class Given:
             self.scratch, self.tensor = True, self.tensor.detach().clone()
             self.version = version_of(self.tensor)
 
-    def unchanged(self) -> Tensor:
-        if self.scratch:
-            return self.tensor.clone()
-        if version_of(self.tensor) != self.version:
+    def check(self) -> None:
+        if not self.scratch and version_of(self.tensor) != self.version:
             raise CannotRepeat("a tensor, or a weight, was written to after the loss had used it")
-        return self.tensor
+
+    def unchanged(self) -> Tensor:
+        self.check()
+        return self.tensor.clone() if self.scratch else self.tensor
 
 
 @dataclasses.dataclass

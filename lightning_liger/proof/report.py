@@ -77,7 +77,7 @@ class EquivalenceReport:
 
     Attributes:
         agreement: the numbers; None where nothing was compared.
-        part: which part of the batch was compared, if not all of it.
+        part: which part of the step was compared, if not all of it; without_loss: why not up to its loss.
         seconds: what the comparison took.
         mismatch: what computed something else, with what was seen.
         switched_off: features that are off because of that.
@@ -86,6 +86,7 @@ class EquivalenceReport:
 
     agreement: Agreement | None = None
     part: str = ""
+    without_loss: str = ""
     seconds: float = 0.0
     mismatch: str = ""
     switched_off: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class EquivalenceReport:
         found = self.agreement
         assert found is not None
         text = (
-            f"loss {found.loss[0]:.6g} plain, {found.loss[1]:.6g} accelerated; gradient norm {found.gradient_norm[0]:.4g} "
+            f"{'loss' if not self.without_loss else 'a random product'} {found.loss[0]:.6g} plain, {found.loss[1]:.6g} accelerated; gradient norm {found.gradient_norm[0]:.4g} "
             f"and {found.gradient_norm[1]:.4g}, {found.gradient_difference:.1e} apart (plain's own rounding "
             f"{found.own_gradient:.1e})"
         )
@@ -114,12 +115,15 @@ class EquivalenceReport:
 
     def reasons(self) -> list[str]:
         lines = [f"Equivalence: not compared: {self.skipped}"] if self.skipped else []
+        if self.without_loss and not self.skipped:
+            lines.append(f"Equivalence: the loss was no part of it: {self.without_loss}")
         return lines + ([f"Equivalence: {self.mismatch}"] if self.mismatch else [])
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "agreement": None if self.agreement is None else asdict(self.agreement),
             "part": self.part,
+            "without_loss": self.without_loss,
             "seconds": self.seconds,
             "mismatch": self.mismatch,
             "switched_off": list(self.switched_off),

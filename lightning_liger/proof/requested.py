@@ -9,9 +9,10 @@ import torch.nn as nn
 
 from lightning_liger.compilation.block import CompiledBlock
 from lightning_liger.patching import Binding, Rebound, bindings_of
-from lightning_liger.report import NO_PADDING, Report
+from lightning_liger.report import NO_PADDING, SHARDED_EVALUATION, Report
 
 BLOCKS = CompiledBlock.feature
+_RIGHTLY_PADDED = (NO_PADDING, SHARDED_EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _finding(request: Request, report: Report, fused_calls: int) -> Finding:
         why = f"only called inside of {binding.bypassed}" if binding.bypassed else "not called in this step"
         return Finding(request, False, why, idle=True)
     if binding.why:
-        return Finding(request, False, binding.why, idle=binding.why == NO_PADDING or binding.waits)
+        return Finding(request, False, binding.why, idle=binding.why in _RIGHTLY_PADDED or binding.waits)
     return Finding(request, False, "its original code ran")
 
 

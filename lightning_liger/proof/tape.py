@@ -10,14 +10,20 @@ step's; tensors of the step are never written to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_liger.proof.own_functions import seen_by
 from lightning_liger.proof.recorded import (
     Call,
     CannotRepeat,
@@ -54,6 +60,25 @@ class Tape(TorchFunctionMode):
         out = func(*args, **kwargs)
         if before is not None:
             self._after(func, before, out, None)
+        return out
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Write down functions of torch, and ``torch.autograd.Function``s, as well as units."""
+        with ExitStack() as stack:
+            stack.enter_context(seen_by(self._see))
+            stack.enter_context(self)
+            yield
+
+    def _see(self, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not self.recording or not any(mode is self for mode in _get_current_function_mode_stack()):
+            return apply(*args)  # inside of a function that is written down itself
+        before = self._before(apply, args, {})
+        with self.suspended():
+            out = apply(*args)
+        if before is not None:
+            before.writes = any(t is given for t in tensors(out) for given in tensors(args))
+            self._after(apply, before, out, None)
         return out
 
     def call_unit(self, unit: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,6 +198,13 @@ class Tape(TorchFunctionMode):
             self._calls = kept[::-1]
         if not any(call.unit is not None for call in self._calls):
             raise CannotRepeat("no accelerated module has a part in the loss")
+
+    def check(self) -> None:
+        """Raise :class:`CannotRepeat` if what was written down is no longer what it was."""
+        for call in self._calls:
+            for value in leaves_of((call.args, call.kwargs)):
+                if isinstance(value, Given):
+                    value.check()
 
     @property
     def units(self) -> list[Any]:

@@ -117,6 +117,25 @@ class _L2Wrap(torch.autograd.Function):
         return grad, penalty
 
 
+class _Reversal(torch.autograd.Function):
+    """A gradient that is not that of what is computed; the result is a lazy tensor again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -0.5 * grad, None
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: x, lambda x: x.view_as(x), lambda x: x.clone()])
+def test_a_custom_function_has_the_last_word_on_gradients(make: Callable[[Tensor], Tensor]) -> None:
+    assert_same(case(), lambda x: loss_of(_Reversal.apply(x, make)))
+    cut = lambda x: F.cross_entropy(x[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten())  # noqa: E731
+    assert_same(case(), lambda x: 2 * cut(_Reversal.apply(x, make)))
+
+
 def test_custom_functions() -> None:
     assert_same(case(), lambda x: _L2Wrap.apply(loss_of(x), x))
     assert_same(case(), lambda x: loss_of(Twice.apply(x)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from compiled_loss import CompiledLoss
 from helpers import Plain, Run, Twice, assert_same, causal_lm, collate_shifted, fit, loader
 from sabotage import Sabotage
 from torch import Tensor
@@ -92,10 +93,10 @@ class Everything(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
-def _pair(make: Callable[[], Any], **options: Any) -> tuple[Any, Any, Run, Run]:
+def _pair(make: Callable[[], Any], on: str = "strict", **options: Any) -> tuple[Any, Any, Run, Run]:
     """Accelerated with and without the proof; both must be the same training, bit for bit."""
     made, runs = [], []
-    for verify in ("off", "strict"):
+    for verify in ("off", on):
         random.seed(0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -257,9 +258,39 @@ def test_rows_are_compared_where_the_batch_does_not_fit(monkeypatch: pytest.Monk
 # -- what cannot be compared is said -----------------------------------------------------------------------------------
 
 
+class _Scaled(torch.autograd.Function):
+    """By two; with a gradient that is wrong on purpose, as in gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
+        ctx.by = by
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.by * grad, None
+
+
+scaled = _Scaled.apply  # as many keep it, so that a replaced `apply` would not be seen
+
+
 class OwnFunction(Plain):
+    """Autograd functions on logits and on the loss."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return Twice.apply(super().training_step(batch, batch_idx))
+        logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = scaled(logits, 0.5)
+        return Twice.apply(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()))
+
+
+def test_autograd_functions_of_the_users_own() -> None:
+    assert "apply" not in vars(torch.autograd.Function.__mro__[1])
+    _, _, without, run = _pair(lambda: OwnFunction(causal_lm("llama")), "warn")  # logits are read in full
+    found = compared(run)
+    assert found["loss"][0] == pytest.approx(run.losses[0], rel=1e-5) and found["gradient_difference"] < 2e-6
+    assert proof(run)["without_loss"] == ""
+    assert run.losses == without.losses
+    assert "apply" not in vars(torch.autograd.Function.__mro__[1])
 
 
 class OwnBackward(ByHand):
@@ -270,18 +301,58 @@ class OwnBackward(ByHand):
         return {"loss": loss.detach()}
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(OwnBackward, "did not differentiate the loss"), (CompiledLoss, "compiled code")]
+)
+def test_hidden_states_are_compared_where_the_loss_cannot_be(
+    kind: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, without, run = _pair(lambda: kind(causal_lm("llama")))
+    assert compared(run)["gradient_difference"] < 2e-6
+    assert reason in proof(run)["without_loss"] and proof(run)["part"] == "hidden states only"
+    assert run.losses == without.losses
+    monkeypatch.setattr(attention, "by_torch", _one_document)
+    with pytest.raises(ProofError, match="padding removal"):
+        fit(kind(causal_lm("llama")), loader(), LigerCallback(verbose=False, verify="strict"))
+
+
+class Compilations(L.Callback):
+    """Graphs that were made until the first backward, and until the comparison after it."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.at_backward = self.at_end = -1
+
+    def backend(self, graph: Any, inputs: Any) -> Any:
+        self.made += 1
+        return graph.forward
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.at_backward = self.made if self.at_backward < 0 else self.at_backward
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at_end = self.made if self.at_end < 0 else self.at_end
+
+
+def test_layers_that_the_user_compiled() -> None:
+    torch._dynamo.reset()
+    seen, model = Compilations(), causal_lm("llama")
+    for layer in model.model.layers:
+        layer.compile(backend=seen.backend, dynamic=True)
+    run = fit(Plain(model), loader(), LigerCallback(verbose=False, verify="strict"), callbacks=[seen])
+    assert compared(run)["gradient_difference"] < 2e-6 and proof(run)["part"] == ""
+    assert run.report["padding_free"]["packed_calls"] == 4
+    assert seen.at_end == seen.at_backward > 0, "nothing is compiled for the proof"
+
+
 class Hooked(Plain):
     def on_train_start(self) -> None:
         next(self.model.parameters()).register_hook(lambda grad: grad)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(OwnFunction, "functions of torch"), (OwnBackward, "no backward was seen"), (Hooked, "hooks on parameters")],
-)
-def test_what_cannot_be_compared_is_said(kind: Any, reason: str) -> None:
-    run = fit(kind(causal_lm("llama")), loader(), LigerCallback(verbose=False, verify="warn"))
-    assert reason in proof(run)["skipped"] and proof(run)["agreement"] is None
+def test_what_cannot_be_compared_is_said() -> None:
+    run = fit(Hooked(causal_lm("llama")), loader(), LigerCallback(verbose=False, verify="warn"))
+    assert "hooks on parameters" in proof(run)["skipped"] and proof(run)["agreement"] is None
 
 
 def test_randomness_is_not_taken_for_a_mistake() -> None:
