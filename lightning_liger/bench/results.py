@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_liger.bench.machines import as_dict
 from lightning_liger.bench.messages import Done, Failure, Plan, Turn
 from lightning_liger.bench.smoothness import Smoothness, smoothness
 from lightning_liger.bench.variants import Variant
@@ -260,54 +261,4 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; bytes, seconds, and floating point operations per second."""
-        return {
-            "name": self.name,
-            "device": self.device,
-            "order": self.order,
-            "plan": asdict(self.plan),
-            "seconds": round(self.seconds, 1),
-            "notes": list(self.notes),
-            "problems": self.problems(),
-            "variants": [self._row(row) for row in self.rows],
-        }
-
-    def _row(self, row: Row) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "name": row.name,
-            "options": {k: _plainly(v) for k, v in row.settings.items()},
-            "skipped": row.variant.skipped,
-            "peer": row.variant.peer,
-            "meaning": row.variant.meaning,
-            "failure": "" if row.variant.skipped else row.failure,
-            "out_of_memory": row.out_of_memory,
-        }
-        if row.measured:
-            even = row.smoothness
-            made |= {
-                "precision": row.precision,
-                "step_seconds": row.step_seconds,
-                "spread": row.spread,
-                "seconds": row.seconds,
-                "tokens_per_second": row.tokens_per_second,
-                "tokens_per_step": row.tokens_per_step,
-                "padding_fraction": row.padding,
-                "speedup": self.speedup(row),
-                "speedup_of_rounds": self.speedup_of_turns(row),
-                "flops_per_second": row.flops_per_second,
-                "peak_flops": row.peak_flops,
-                "lag_steps": row.lag,
-                "mfu": self.mfu(row),
-                "peak_memory_bytes": row.peak_memory,
-                "memory_ratio": self.memory_ratio(row),
-                "largest_relative_loss_difference": self.deviation(row),
-                "loss_noise": None if even is None else even.noise,
-                "loss_spikes": None if even is None else even.spikes,
-                "losses": row.losses(0),
-                "reasons": list(row.reasons),
-                "report": row.report,
-            }
-        return made
-
-
-def _plainly(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, dict, type(None))) else repr(value)
+        return as_dict(self)
