@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tasks is not None and trainer.is_global_zero:
         command = harness(directory, args.tasks, args.limit)
         if command is None:
-            print("--tasks needs a harness: pip install lm-eval, or pip install evalscope")
+            print("--tasks needs a harness: pip install 'lm-eval[hf]', or pip install evalscope")
             return 1
         return subprocess.run(command, check=False).returncode or code
     return code

@@ -115,7 +115,7 @@ def test_evaluating_right_after_training(given: Path, tmp_path: Path, capsys: py
     assert run("evaluate", given, tmp_path, *options, "--lr", "0.01") == (0 if have else 1)
     output = capsys.readouterr().out
     told = int(re.search(r"exact match (\d+)% of 12 held-out", output)[1])  # type: ignore[index]
-    assert have or "pip install lm-eval" in output
+    assert have or "pip install 'lm-eval[hf]'" in output
 
     # the same questions, asked of the exported checkpoint one by one
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "exported")
