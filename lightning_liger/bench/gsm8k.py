@@ -74,7 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # 7.6 billion parameters with fp32 masters and Adam state take 122 GB before the first activation
-_PRECISION = {"tiny": "32-true", "0.5b": "bf16-mixed", "7b": "bf16-true"}
+PRECISION = {"tiny": "32-true", "0.5b": "bf16-mixed", "7b": "bf16-true"}
 _BATCH_SIZE = {"tiny": 8, "0.5b": 32, "7b": 16}
 _LEARNING_RATE = 1e-5
 
@@ -107,7 +107,7 @@ def collate(samples: list[Sample]) -> dict[str, Tensor]:
 
 def build(size: str) -> Job:
     """The job of one size of Qwen2.5."""
-    precision = _PRECISION[size]
+    precision = PRECISION[size]
     task = Task(
         shape=SHAPES[size],
         model=functools.partial(qwen2, size),
@@ -116,7 +116,7 @@ def build(size: str) -> Job:
         precision=precision,
         learning_rate=_LEARNING_RATE,
     )
-    return Job(_module_class()(size), _loader(size, collate), {"precision": precision}, task=task)
+    return Job(module_class()(size), _loader(size, collate), {"precision": precision}, task=task)
 
 
 def qwen2(size: str) -> Any:
@@ -142,7 +142,7 @@ def gsm8k() -> list[tuple[str, Build]]:
     return [(size, functools.partial(build, size)) for size in sizes]
 
 
-def _module_class() -> Any:
+def module_class() -> Any:
     import lightning.pytorch
 
     class Module(lightning.pytorch.LightningModule):

@@ -7,21 +7,21 @@ from typing import Any
 
 from lightning_liger.bench.results import Comparison, Row
 
-_INK, _MUTED, _GRID = "#1f2937", "#6b7280", "#e5e7eb"
-_PLAIN, _FAST, _PEER, _FAILED = "#94a3b8", "#2563eb", "#c4b5fd", "#dc2626"
-_STYLE: dict[Any, Any] = {
-    "axes.edgecolor": _GRID,
+INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+PLAIN, FAST, _PEER, FAILED = "#94a3b8", "#2563eb", "#c4b5fd", "#dc2626"
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": GRID,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlecolor": _INK,
+    "axes.titlecolor": INK,
     "axes.titlelocation": "left",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "font.size": 10,
-    "grid.color": _GRID,
-    "xtick.color": _MUTED,
-    "ytick.color": _INK,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": INK,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
 }
@@ -40,7 +40,7 @@ def save_picture(comparisons: list[Comparison], path: Path) -> None:
 
     shown = [(c, [row for row in c.rows if not row.variant.skipped]) for c in comparisons]
     heights = [0.9 + 0.42 * len(rows) for _, rows in shown]
-    with pyplot.rc_context(_STYLE):
+    with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(
             len(shown), 3, figsize=(15, sum(heights) + 0.3), height_ratios=heights, squeeze=False
         )
@@ -57,7 +57,7 @@ def save_picture(comparisons: list[Comparison], path: Path) -> None:
 def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], form: str) -> None:
     from matplotlib import ticker
 
-    colors = [_PLAIN if index == 0 else _PEER if row.variant.peer else _FAST for index, row in enumerate(rows)]
+    colors = [PLAIN if index == 0 else _PEER if row.variant.peer else FAST for index, row in enumerate(rows)]
     bars = axes.barh([row.name for row in rows], [value or 0.0 for value in values], height=0.62, color=colors)
     for bar, row, value in zip(bars, rows, values, strict=True):
         failed = "out of memory" if row.out_of_memory else "failed" if row.failure else "not known"
@@ -68,7 +68,7 @@ def _bars(axes: Any, title: str, rows: list[Row], values: list[float | None], fo
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
-            color=_FAILED if value is None and row.failure else _INK,
+            color=FAILED if value is None and row.failure else INK,
             fontweight="bold",
             fontsize=9,
         )
@@ -93,16 +93,16 @@ def _curves(axes: Any, comparison: Comparison) -> None:
         axes.plot(
             steps,
             row.losses(0),
-            color=_PLAIN if plain else _FAST,
+            color=PLAIN if plain else FAST,
             linewidth=5 if wide else 1.6,
             solid_capstyle="round",
             label=row.name,
         )
-    axes.set_xlabel("optimizer step", color=_MUTED)
+    axes.set_xlabel("optimizer step", color=MUTED)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
     axes.grid()
     if shown:
-        axes.legend(frameon=False, labelcolor=_INK)
+        axes.legend(frameon=False, labelcolor=INK)
 
 
 def _speed(row: Row) -> float | None:

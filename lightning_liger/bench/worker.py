@@ -126,11 +126,17 @@ def _trainer(job: Job, variant: Variant, plan: Plan, turns: Turns) -> tuple[Any,
     return trainer, callback
 
 
-def _failure(error: BaseException, turns: Turns) -> Failure:
+def is_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is used up."""
     text = " ".join(str(error).split())
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in text for words in ("out of memory", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
     )
+
+
+def _failure(error: BaseException, turns: Turns) -> Failure:
+    text = " ".join(str(error).split())
+    memory = is_memory(error)
     trace = "".join(traceback.format_exception(error))
     traceback.clear_frames(error.__traceback__)
     with suppress(Exception):  # a device that has crashed cannot be read any more

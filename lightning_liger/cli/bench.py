@@ -17,6 +17,8 @@ Nothing of yours is edited or saved; each run starts from the same weights and t
 """
 
 EPILOG = """\
+--suite long finds the longest document that trains, plain and with one feature more at a time.
+
 TARGET is one of
   config.yaml        of a LightningCLI (`model: {class_path: ...}`, `data: {class_path: ...}`), or
   script.py:build    a function without arguments that returns a LightningModule, (module, data) or
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("target", metavar="TARGET", nargs="?", help="config.yaml or script.py:build, see below")
-    add("--suite", choices=sorted(SUITES), help="a built-in set of models and data instead of TARGET")
+    add("--suite", choices=sorted([*SUITES, LONG]), help="a built-in set of models and data instead of TARGET")
     add("--only", metavar="NAME", action="append", help="of a suite, this part alone; may be given again")
     add(
         "--features",
@@ -67,6 +69,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--order", choices=("auto", "turns", "rounds"), default="auto", help=_ORDER_HELP)
     add("--time-limit", type=float, metavar="SECONDS", help="begin no further round that would end later")
+    add("--step-limit", type=float, default=30.0, metavar="SECONDS", help=_STEP_HELP)
+    add("--longest", type=int, metavar="N", help="of --suite long: look for no longer document")
+    add("--memory", type=float, metavar="GB", help=_MEMORY_HELP)
     add("--seed", type=int, default=0, help="of weights, data order and dropout (default: %(default)s)")
     add("--accelerator", help="Lightning's accelerator: cpu, cuda, ... (default: the target's own, or auto)")
     add("--precision", help="Lightning's precision, such as bf16-mixed (default: the target's own)")
@@ -75,6 +80,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+LONG = "long"
+_MEMORY_HELP = "of --suite long: memory that it may take of the device (on a CPU: that steps may take beside the model)"
+_STEP_HELP = "of --suite long: try no document whose step would take longer (default: %(default)g)"
 _ORDER_HELP = (
     "turns: a process for each variant, side by side; rounds: one after the other, where memory does not hold several "
     "(default: by memory)"
@@ -86,6 +94,10 @@ def main(argv: list[str]) -> int:
     options = parser()
     given = options.parse_args(argv)
     _check(given)
+    if given.suite == LONG:
+        from lightning_liger.cli.long import run
+
+        return run(given)
     from lightning_liger.bench.processes import prepare
 
     prepare()
@@ -125,6 +137,10 @@ def main(argv: list[str]) -> int:
 def _check(given: argparse.Namespace) -> None:
     if (given.target is None) == (given.suite is None):
         raise CommandError("give either TARGET (config.yaml or script.py:build) or --suite.")
+    for name in ("step_limit", "longest", "memory"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            raise CommandError(f"--{name.replace('_', '-')} {value:g}: must be more than 0.")
     for name, least in (("steps", 1), ("warmup", 1), ("rounds", 1)):
         if getattr(given, name) < least:
             raise CommandError(f"--{name} {getattr(given, name)}: must be at least {least}.")
