@@ -68,7 +68,8 @@ class Observation:
         return _same(self.rows(), rows) and _same(self.weight(), weight)
 
     def __del__(self) -> None:
-        for name in self.found.keys() - self.asked_for:
+        # a tracer of compiled code makes objects without ever calling their __init__
+        for name in vars(self).get("found", {}).keys() - vars(self).get("asked_for", set()):
             self.readings.pop(name, None)
 
 

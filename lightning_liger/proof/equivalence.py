@@ -143,6 +143,7 @@ class EquivalenceProof(TrainingHooks):
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats(module.device)
         finally:
+            tape.forget()
             self.close()
             self._report.seconds = time.perf_counter() - started
 

@@ -199,6 +199,12 @@ class Tape(TorchFunctionMode):
         if not any(call.unit is not None for call in self._calls):
             raise CannotRepeat("no accelerated module has a part in the loss")
 
+    def forget(self) -> None:
+        """Let go of the step's tensors at once: logits that somebody still holds when an optimizer steps are computed."""
+        self._calls.clear()
+        self._numbers.clear()
+        self._initial.clear()
+
     def check(self) -> None:
         """Raise :class:`CannotRepeat` if what was written down is no longer what it was."""
         for call in self._calls:
