@@ -82,7 +82,7 @@ def _fit(callback: LigerCallback, act: Any = None) -> dict[str, Any]:
 
 
 def test_every_kernel_is_found_under_its_module() -> None:
-    found = _fit(LigerCallback(kernels=True, attention="varlen", verify="strict"))
+    found = _fit(LigerCallback(kernels=True, compile=False, attention="varlen", verify="strict"))
     assert (found["step"], found["how"], found["missing"]) == (3, "profiled", [])
     assert found["ran"] == {
         "padding": [1, 1],
@@ -107,7 +107,7 @@ def test_plain_code_under_the_name_of_a_kernel_is_caught(monkeypatch: pytest.Mon
 
     with pytest.raises(ProofError, match=r"RMSNorm on model.model.norm: its kernel was not launched; what was: "):
         _fit(
-            LigerCallback(kernels=True, verify="strict", attention="varlen"),
+            LigerCallback(kernels=True, compile=False, verify="strict", attention="varlen"),
             lambda module: monkeypatch.setattr(norms, "rms_norm", plain),
         )
 
@@ -118,13 +118,13 @@ def test_a_restored_forward_is_caught() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = _fit(LigerCallback(kernels=True), act)
+        found = _fit(LigerCallback(kernels=True, compile=False), act)
     assert found["ran"]["SwiGLU"] == [LAYERS - 1, LAYERS]
     assert any("SwiGLU on model.model.layers.1.mlp: its forward was replaced" in m for m in found["missing"])
 
 
 def test_a_trace_is_kept(tmp_path: Any) -> None:
-    _fit(LigerCallback(kernels=True, profile=tmp_path))
+    _fit(LigerCallback(kernels=True, compile=False, profile=tmp_path))
     (file,) = tmp_path.iterdir()
     text = file.read_text()
     assert "model.model.layers.1.mlp" in text and "_rms_norm_forward_kernel" in text
