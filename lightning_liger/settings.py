@@ -94,7 +94,7 @@ class Settings:
     head_backend: HeadBackend = "auto"
     kernels: KernelChoice = "auto"
     compile: CompileChoice = "auto"
-    tiled_mlp: TiledChoice = "auto"
+    tiled_mlp: TiledChoice = False
     max_tokens_per_batch: int | Budget | None = None
     length_fn: Callable[[Any], int] | None = None
     overlong: Overlong = "error"

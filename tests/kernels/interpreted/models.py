@@ -11,6 +11,7 @@ from helpers import PAD, VOCAB
 
 from lightning_liger import Accelerated, accelerate
 from lightning_liger.kernels import KernelBinding
+from lightning_liger.patching import bindings_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "granite", "olmo2", "mixtral")
 
@@ -78,4 +79,4 @@ def step(model: Any, **changes: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 def kernel_bindings(module: nn.Module) -> int:
     """On how many modules a kernel is bound."""
-    return sum(isinstance(vars(m).get("forward"), KernelBinding) for m in module.modules())
+    return sum(any(isinstance(b, KernelBinding) for b in bindings_of(m)) for m in module.modules())
