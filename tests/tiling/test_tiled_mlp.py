@@ -344,7 +344,7 @@ def test_auto_waits_for_long_calls_that_are_recomputed(monkeypatch: pytest.Monke
     monkeypatch.setattr(binding, "AUTO_FROM", 40)
     monkeypatch.setattr(binding, "CHUNK", 10)
     model = causal_lm("llama")
-    handle = accelerate(model, Settings())
+    handle = accelerate(model, Settings(tiled_mlp="auto"))
     plain = step(model)
     assert handle.report.tiling.calls == 0 and handle.report.tiling.rows() == []
     recompute_blocks(blocks_of(model), "full", Switch(True), lambda _: None)
