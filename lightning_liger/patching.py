@@ -115,8 +115,11 @@ class Rebound:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.previous is not None:
-            return functools.partial, (self.previous,)
+        below = self.previous
+        while isinstance(below, Rebound):
+            below = below.previous
+        if below is not None:
+            return functools.partial, (below,)
         # the unpickled module has no attributes yet when this is asked of it, so that its class answers
         return getattr, (self.module, self.name)
 

@@ -11,6 +11,9 @@ import torch
 from models import batch, kernel_bindings, only_kernels, step, tiny
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_liger import Settings, accelerate
+from lightning_liger.patching import bindings_of
+
 KINDS = ("llama", "gemma2")
 
 
@@ -81,3 +84,12 @@ def test_an_averaged_copy() -> None:
     average.update_parameters(model)
     out = average(**batch()).loss
     torch.testing.assert_close(out, model(**batch()).loss)
+
+
+def test_a_pickled_module_is_plain_however_many_methods_were_stacked() -> None:
+    model = tiny("llama")
+    handle = accelerate(model, Settings(padding_free=False, fused_head=False, kernels=True, tiled_mlp=5))
+    assert any(len(list(bindings_of(m))) > 1 for m in model.modules())
+    back = pickle.loads(pickle.dumps(model))
+    assert step(back)[0] == step(tiny("llama"))[0], "bit for bit the original code"
+    assert only_kernels(back).report.kernels.applied == handle.report.kernels.applied
