@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_liger.cli.errors import CommandError
+from lightning_liger.cli.outcome import conclude
 from lightning_liger.cli.targets import is_named, load
 
 DESCRIPTION = """\
@@ -124,14 +125,8 @@ def main(argv: list[str]) -> int:
             print("\n" + printable(show(result)) + "\n", flush=True)
         if given.output:
             _write(results, Path(given.output))
-    if given.json:
-        print(json.dumps([_as_dict(r) for r in results], indent=2))
-    problems = [problem for r in results for problem in r.problems()]
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    for trace in dict.fromkeys(row.trace for r in results for row in r.rows if row.trace):
-        print(f"\n{trace}", file=sys.stderr)
-    return 1 if problems else 0
+    traces = (row.trace for r in results for row in r.rows if row.trace)
+    return conclude(results, traces, _as_dict if given.json else None)
 
 
 def _check(given: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_liger.cli.errors import CommandError
+from lightning_liger.cli.outcome import conclude
 
 SIZES = ("0.5b", "7b", "tiny")
 # what belongs to comparisons of one batch, with the values that mean "not given"
@@ -42,15 +43,8 @@ def run(given: argparse.Namespace) -> int:
             print("\n" + printable(show(result)) + "\n", flush=True)
         if given.output:
             _write(results, Path(given.output))
-    if given.json:
-        print(json.dumps([as_dict(r) for r in results], indent=2))
-    problems = [problem for r in results for problem in r.problems()]
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
     traces = (a.trace for r in results for _, found in r.found for a in found.attempts if a.trace)
-    for trace in dict.fromkeys(traces):
-        print(f"\n{trace}", file=sys.stderr)
-    return 1 if problems else 0
+    return conclude(results, traces, as_dict if given.json else None)
 
 
 def _sizes(only: list[str] | None) -> list[str]:

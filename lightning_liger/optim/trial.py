@@ -21,7 +21,8 @@ def kernel_fails(device: torch.device, dtype: torch.dtype, state_dtype: torch.dt
         difference = _difference(device, dtype, state_dtype)
     except Exception as error:
         # compilers fail in ways of their own; there are operators for what they do not reach
-        return f"the kernel does not run ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})"
+        text = next(iter(str(error).strip().splitlines()), "")[:200]
+        return f"the kernel does not run ({type(error).__name__}: {text})"
     return (
         "" if difference < 1e-5 else f"the kernel's result is off by {difference:.1e} of what PyTorch's operators give"
     )

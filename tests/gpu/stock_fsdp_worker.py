@@ -17,16 +17,7 @@ from lightning_liger import LigerCallback
 
 sys.path.append(str(Path(__file__).parent.parent / "strategy"))
 import modules
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 1,
-    "use_distributed_sampler": False,
-}
+from runs import QUIET
 
 
 def fit(kind: Any, *callbacks: Any, **options: Any) -> Run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import run_cases
 from helpers import QUIET, Plain, Recorder, Run, causal_lm, collate, documents, leave
 from lightning.pytorch.strategies import ModelParallelStrategy
 from test_equivalence import Everything, OwnFunction, Preference, _one_document
@@ -244,24 +244,7 @@ def a_mismatch_on_one_rank_is_everybodys() -> str:
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    failed = []
-    for name in names or CASES:
-        try:
-            found = CASES[name]()
-            if RANK == 0:
-                print(f"ok {name}: {found}", flush=True)
-        except Exception as error:
-            failed.append(name)
-            print(
-                f"FAILED on {RANK}: {name}: {error}\n{''.join(traceback.format_exc().splitlines(True)[-14:])}",
-                flush=True,
-            )
-    if RANK == 0:
-        print(f"cases: {len(names or CASES)}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if failed:
-        sys.exit(f"failed: {failed}")
+    run_cases(CASES, names)
 
 
 if __name__ == "__main__":

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import gc
-import weakref
+import sys
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lightning_liger.bench.long.counted import CountedMemory
 
 
-class Live(TorchDispatchMode):
-    """Counts what operators make inside of it, until it is gone."""
+class Live(CountedMemory):
+    """Counts what operators make inside of it, without a bound."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs), made=False)
-        result = func(*args, **(kwargs or {}))
-        self._see(result, made=True)
-        return result
-
-    def _see(self, tree: Any, *, made: bool) -> None:
-        for tensor in tree_leaves(tree):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes() if made else 0
-            if key in self._known:
-                continue
-
-            def gone(_: Any, key: int = key, size: int = size) -> None:
-                if self._known.pop(key, None) is not None:
-                    self.bytes -= size
-
-            self._known[key] = weakref.ref(storage, gone)
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
+        super().__init__(sys.maxsize)
 
 
 def memory_after(forward: Callable[[], Tensor]) -> int:

@@ -6,8 +6,6 @@ Over gloo on CPUs, or over NCCL on two GPUs with ``TEST_ACCELERATOR=gpu``.
 from __future__ import annotations
 
 import sys
-import time
-import traceback
 import warnings
 
 import behaviours  # noqa: F401
@@ -20,8 +18,9 @@ import odd_cases  # noqa: F401
 import padded_reads  # noqa: F401
 import torch
 import torch.distributed as dist
+from cases import run_cases
 from helpers import leave
-from runs import ACCELERATOR, CASES, DEVICE, RANK
+from runs import ACCELERATOR, CASES, DEVICE
 
 # one of each kind that another backend or device could tell apart
 ESSENTIAL = [
@@ -50,23 +49,7 @@ def main(names: list[str]) -> None:
     if ACCELERATOR == "gpu":  # one group for all cases, offloading among them
         torch.cuda.set_device(DEVICE)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
-    failed = []
-    names = ESSENTIAL if names == ["ESSENTIAL"] else names
-    for name in names or CASES:
-        began = time.perf_counter()
-        try:
-            CASES[name]()
-            if RANK == 0:
-                print(f"took {time.perf_counter() - began:.1f} s: {name}", flush=True)
-        except Exception:
-            failed.append(name)
-            if RANK == 0:
-                print(f"FAILED {name}\n{''.join(traceback.format_exc().splitlines(True)[-9:])}", flush=True)
-    if RANK == 0:
-        print(f"cases: {len(names or CASES)}", flush=True)
-    dist.destroy_process_group()
-    if failed:
-        sys.exit(f"failed: {failed}")
+    run_cases(CASES, ESSENTIAL if names == ["ESSENTIAL"] else names)
 
 
 if __name__ == "__main__":

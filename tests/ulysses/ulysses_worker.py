@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ import sliced_steps as s
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from cases import run_cases
 from helpers import leave, relative_all
 from runs import RANK, WORLD
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,20 +266,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     dist.init_process_group("gloo")
-    failed = []
-    for name in names or CASES:
-        began = time.perf_counter()
-        try:
-            said = CASES[name]()
-            if RANK == 0:
-                print(f"ok {name}: {said} ({time.perf_counter() - began:.1f} s)", flush=True)
-        except Exception:
-            failed.append(name)
-            print(f"FAILED {name} on rank {RANK}\n{''.join(traceback.format_exc().splitlines(True)[-12:])}", flush=True)
-    if RANK == 0:
-        print(f"cases: {len(names or CASES)}", flush=True)
-    if failed:
-        sys.exit(f"failed: {failed}")
+    run_cases(CASES, names)
 
 
 if __name__ == "__main__":
