@@ -27,10 +27,10 @@ def why_not_compared(module: nn.Module, handle: Accelerated) -> str:
             return "hooks on parameters would be called once more"
         if isinstance(parameter, DTensor) and getattr(parameter, "_post_accumulate_grad_hooks", None):
             return "hooks on the gradients of shards would be called once more"
-    sharded = any(isinstance(p, DTensor) for p in module.parameters())
-    if sharded and any(hasattr(m, "_checkpoint_wrapped_module") for m in module.modules()):
-        # recomputed in backward, when the plain run of the forward is over
-        return "the model is sharded, and its blocks are wrapped to be recomputed"
+    if any(hasattr(m, "_checkpoint_wrapped_module") for m in module.modules()) and any(
+        getattr(getattr(m, "config", None), "use_cache", False) is True for m in module.modules()
+    ):
+        return "the plain blocks write to a KV cache, twice where they are recomputed (set use_cache=False)"
     return ""
 
 
