@@ -65,6 +65,8 @@ class Hold:
         gathering.keep()
 
     def __del__(self) -> None:
+        if not vars(self):  # a tracer of compiled code makes objects without ever calling their __init__
+            return
         self.gathering.drop()
 
 

@@ -92,6 +92,8 @@ class Readings:
             followers[name] = reading
 
     def __del__(self) -> None:
+        if not vars(self):  # a tracer of compiled code makes objects without ever calling their __init__
+            return
         for name in self.guessed:
             self.followers().pop(name, None)
         if self.loss_joined and self.count < 2:

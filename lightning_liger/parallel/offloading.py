@@ -138,6 +138,8 @@ class _Group:
                 moved.device = None
 
     def __del__(self) -> None:
+        if not vars(self):  # a tracer of compiled code makes objects without ever calling their __init__
+            return
         # a graph that is dropped without its backward: nobody may use the memory while it is copied
         for moved in self._known.values():
             if moved.device is not None:
