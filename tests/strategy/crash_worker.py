@@ -24,8 +24,8 @@ class Dies:
 
 
 def main() -> None:
-    kind, path = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
+    kind, path, meeting = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo", init_method=meeting, rank=int(os.environ["RANK"]), world_size=2)
     module = torch.nn.Linear(300, 300)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     for value, carried in ((1.0, 1.0), (2.0, Dies())):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -67,19 +66,14 @@ def test_the_optimizers_kernel_over_shards(tmp_path: Path, monkeypatch: pytest.M
     assert ran(launch("checkpoint_cases.py", "cpu", "all", str(tmp_path), *cases)) == 2
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_killed_in_the_middle_of_a_save(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(HERE / "crash_worker.py"), kind, str(path)]
+    # they meet at a file: a port that is free now may be taken when they listen
+    meeting = tmp_path.with_name(f"{tmp_path.name}-meeting")
+    command = [sys.executable, str(HERE / "crash_worker.py"), kind, str(path), meeting.as_uri()]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(command, env={**os.environ, **paths, **address, "RANK": str(r)}) for r in range(2)]
+    ranks = [subprocess.Popen(command, env={**os.environ, **paths, "RANK": str(r)}) for r in range(2)]
     assert ranks[0].wait(120) == -signal.SIGKILL
     assert ranks[1].wait(120) != 0  # it notices
     left = sorted(p.name for p in tmp_path.iterdir())
